@@ -1,0 +1,119 @@
+"""host:port as text and back, and the choice of the address that an engine tells its peers. Pure: resolves nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["HostPort", "choose_advertised_host", "format_host_port", "parse_host_port"]
+
+EXAMPLES = "Write it as 192.0.2.10:41234, [2001:db8::1]:41234, [fe80::1%eth0]:41234 or name.example:41234."
+
+
+@dataclass(frozen=True)
+class HostPort:
+    """A host (name or address, an IPv6 one without brackets) and a port."""
+
+    host: str
+    port: int
+
+
+def parse_host_port(text: str, default_port: int | None = None) -> HostPort:
+    """Return the host and port of an address; `format_host_port` gives back the same text.
+
+    Raises ConfigError that says what is wrong with it.
+    """
+    if not isinstance(text, str):
+        raise _refuse(text, f"it is a {type(text).__name__}, not text")
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or not _is_ipv6(host):
+            raise _refuse(text, "the brackets do not hold an IPv6 address")
+        if rest and not rest.startswith(":"):
+            raise _refuse(text, "something other than :PORT follows the bracket")
+        port_text = rest[1:] if rest else None
+    else:
+        if text.count(":") > 1:
+            raise _refuse(text, "an IPv6 address needs brackets")
+        host, colon, tail = text.partition(":")
+        port_text = tail if colon else None
+    if not host or any(ch.isspace() or ch in "[]/@" for ch in host):
+        raise _refuse(text, "it has no usable host")
+    if port_text is None:
+        if default_port is None:
+            raise _refuse(text, "it has no port")
+        return HostPort(host, default_port)
+    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > 65535:
+        raise _refuse(text, f"the port is {port_text!r}, not a number from 0 to 65535")
+    return HostPort(host, int(port_text))
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Return the text of an address; IPv6 addresses get brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def choose_advertised_host(
+    listen_host: str, interfaces: Sequence[tuple[str, str]], default_route_host: str | None
+) -> tuple[str, str, list[str]]:
+    """Return (host, reason, warnings): the address under which peers reach an engine that listens on `listen_host`.
+
+    A concrete listen host is the answer itself. A wildcard is never published: the source address of the default route
+    is, else an address of an interface that is not loopback, link-local or a container bridge, else loopback.
+    interfaces: (name, address) pairs.
+    """
+    address = _address(listen_host)
+    if address is None or not address.is_unspecified:
+        return listen_host, "the address it listens on", []
+    if default_route_host and not _is_useless(default_route_host):
+        return default_route_host, "the source address of the default route", []
+    same_family = [(name, host) for name, host in interfaces if _version(host) == address.version]
+    good = [(name, host) for name, host in same_family if not _is_useless(host) and not _is_bridge(name)]
+    if good:
+        warnings = []
+        if len({host for _, host in good}) > 1:
+            told = ", ".join(f"{host} ({name})" for name, host in good)
+            warnings.append(
+                f"no default route and several addresses: {told}. Set advertise_host (KVXFER_ADVERTISE_HOST)."
+            )
+        return good[0][1], f"the address of {good[0][0]}", warnings
+    rest = [(name, host) for name, host in same_family if not (_address(host) or address).is_loopback]
+    if rest:
+        told = f"only {rest[0][1]} ({rest[0][0]}) is left; peers may not reach it. Set advertise_host."
+        return rest[0][1], f"the address of {rest[0][0]}, for want of a better one", [told]
+    loopback = "::1" if address.version == 6 else "127.0.0.1"
+    return loopback, "this host has no other address", ["only peers on this host can reach a loopback address."]
+
+
+def _refuse(text: object, reason: str) -> ConfigError:
+    return ConfigError(f"{text!r} is not an address of a peer: {reason}.", remedy=EXAMPLES, value=text)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_ipv6(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.version == 6
+
+
+def _version(host: str) -> int:
+    address = _address(host)
+    return 0 if address is None else address.version
+
+
+def _is_useless(host: str) -> bool:
+    address = _address(host)
+    return address is None or address.is_loopback or address.is_link_local or address.is_unspecified
+
+
+def _is_bridge(name: str) -> bool:
+    """Interfaces that container runtimes make: nothing outside the host reaches their addresses."""
+    return name.startswith(("docker", "br-", "virbr", "cni", "flannel", "veth", "podman", "lxc"))

@@ -1,0 +1,214 @@
+"""TransferBatch: the handle of one submitted batch. Whoever waits for it moves it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError
+from kvxfer.transports.base import Endpoint, Transfer
+
+if TYPE_CHECKING:
+    from kvxfer.segment import Segment
+
+__all__ = ["TransferBatch", "wait_all"]
+
+LOOK_S = 0.1
+"""How often a thread looks up that waits while another thread moves the batch."""
+TURN_S = 0.002
+"""How long `wait_all` gives one batch when none can move at once."""
+
+
+class TransferBatch:
+    """One submitted batch. It moves while somebody waits, polls or awaits it, never behind the caller's back.
+
+    All methods may be called from any thread. `transport` is what carries it; `opcode`, `row_count` and `nbytes` are
+    what was asked.
+    """
+
+    __slots__ = ("_deadline", "_endpoint", "_started", "_transfer", "segment")
+
+    def __init__(
+        self, segment: Segment, endpoint: Endpoint, transfer: Transfer, started: float, deadline: float
+    ) -> None:
+        self.segment = segment
+        self._endpoint = endpoint
+        self._transfer = transfer
+        self._started = started
+        self._deadline = deadline
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that carries this batch."""
+        return self._endpoint.transport
+
+    @property
+    def row_count(self) -> int:
+        """How many rows were submitted."""
+        return self._transfer.row_count
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of all rows, in bytes."""
+        return self._transfer.nbytes_total
+
+    @property
+    def nbytes_done(self) -> int:
+        """How many bytes are known to be in place."""
+        return self._transfer.nbytes_done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the batch has ended, well or not. Moves nothing; see `poll`."""
+        return self._transfer.finished
+
+    @property
+    def exception(self) -> KvxferError | None:
+        """Why the batch failed; None while it runs or after it went well."""
+        return self._transfer.error
+
+    @property
+    def rows_done(self) -> npt.NDArray[np.bool_]:
+        """Shape (row_count,): which rows are known to be wholly in place.
+
+        After a failure a row that is False may be in place, in part or not at all; nothing of it changes any more.
+        """
+        transfer = self._transfer
+        done = np.full(transfer.row_count, transfer.finished and transfer.error is None)
+        if transfer.error is not None and transfer.slices_left is not None:
+            first = np.zeros(1, np.int64) if transfer.first_row is None else transfer.first_row
+            left = np.zeros(len(first), bool)
+            left[transfer.slices_left] = True
+            done = ~np.repeat(left, np.diff(np.append(first, transfer.row_count)))
+        return done
+
+    def poll(self) -> bool:
+        """Move the batch as far as that does not block; whether it has ended. Never raises the error it ended with."""
+        transfer = self._transfer
+        if not transfer.finished and transfer.lock.acquire(blocking=False):
+            try:
+                self._advance(0.0, self._deadline)
+            finally:
+                transfer.lock.release()
+        return transfer.finished
+
+    def wait(self, timeout_s: float | None = None) -> TransferBatch:
+        """Move the batch to its end; returns itself.
+
+        timeout_s: counted from now; None keeps the deadline set at submit. When it passes the batch has failed,
+        finally: TransferTimeoutError is raised and not one byte more is written.
+
+        Raises the batch's error, at every call.
+        """
+        transfer = self._transfer
+        if not transfer.finished:
+            deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
+            while not transfer.finished:
+                left = deadline - time.monotonic()
+                if transfer.lock.acquire(timeout=min(LOOK_S, left) if left > 0.0 else LOOK_S):
+                    try:
+                        self._advance(deadline, deadline)
+                    finally:
+                        transfer.lock.release()
+                elif left <= 0.0:
+                    transfer.stop = transfer.stop or self._timeout_error()
+        if transfer.error is not None:
+            raise transfer.error
+        return self
+
+    def cancel(self) -> None:
+        """Give the batch up; when this returns it has ended, and unless it was done before, as cancelled."""
+        transfer = self._transfer
+        transfer.stop = transfer.stop or TransferCancelledError(
+            f"{self} was cancelled with {transfer.nbytes_done} bytes in place.",
+            nbytes_done=transfer.nbytes_done,
+        )
+        with transfer.lock:
+            self._advance(0.0, self._deadline)
+
+    def __await__(self) -> Generator[None, None, TransferBatch]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> TransferBatch:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, self.wait)
+        except asyncio.CancelledError:
+            self._transfer.stop = self._transfer.stop or TransferCancelledError(
+                f"{self}: the task that awaited it ended."
+            )
+            raise
+
+    def _advance(self, until: float, deadline: float) -> None:
+        """Move, then judge: stopped or too late ends the batch. The caller holds the transfer's lock."""
+        transfer = self._transfer
+        if transfer.finished:
+            return
+        try:
+            if transfer.stop is None:
+                self._endpoint.progress(transfer, until)
+        except BaseException as exc:
+            if not transfer.finished:  # Ctrl-C, or a bug: either way nothing may go on writing
+                self._fail(TransferCancelledError(f"{self} was given up: {exc!r}."))
+            raise
+        if not transfer.finished:
+            if transfer.stop is not None:
+                self._fail(transfer.stop)
+            elif time.monotonic() >= deadline:
+                self._fail(self._timeout_error())
+
+    def _fail(self, error: KvxferError) -> None:
+        self._endpoint.abort(self._transfer, time.monotonic() + LOOK_S)
+        self._transfer.finish(error)
+
+    def _timeout_error(self) -> TransferError:
+        transfer = self._transfer
+        return TransferTimeoutError(
+            f"{self} did not end within {time.monotonic() - self._started:.3f} s: "
+            f"{transfer.nbytes_done} of {transfer.nbytes_total} bytes are known to be in place.",
+            remedy="The peer may be stopped or overloaded, or the time too short for so many bytes; the limit is "
+            "timeout_s of the call, else transfer_timeout_s (KVXFER_TRANSFER_TIMEOUT_S).",
+            peer=self.segment.address,
+            transport=self.transport,
+            nbytes_done=transfer.nbytes_done,
+            nbytes=transfer.nbytes_total,
+        )
+
+    def __str__(self) -> str:
+        direction = "to" if self._transfer.opcode == 1 else "from"
+        return (
+            f"{self._transfer.opcode.name} of {self.row_count} rows, {self.nbytes} bytes, "
+            f"{direction} {self.segment.address} over {self.transport}"
+        )
+
+    def __repr__(self) -> str:
+        state = "running" if not self.is_done else "failed" if self.exception else "done"
+        return f"<TransferBatch {self}: {state}>"
+
+
+def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> None:
+    """Move several batches at once to their end; raises the first failure, after all have ended."""
+    now = time.monotonic()
+    running = list(batches)
+    while running:
+        moved_before = sum(batch._transfer.nbytes_moved for batch in running)
+        running = [batch for batch in running if not batch.poll()]
+        if not running:
+            break
+        if timeout_s is not None and time.monotonic() >= now + timeout_s:
+            for batch in running:
+                batch._transfer.stop = batch._transfer.stop or batch._timeout_error()
+        elif sum(batch._transfer.nbytes_moved for batch in running) == moved_before:
+            first = running[0]
+            if first._transfer.lock.acquire(timeout=TURN_S):
+                try:
+                    first._advance(time.monotonic() + TURN_S, first._deadline)
+                finally:
+                    first._transfer.lock.release()
+    for batch in batches:
+        if batch.exception is not None:
+            raise batch.exception

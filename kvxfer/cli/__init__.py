@@ -1,0 +1,274 @@
+"""The command line: `kvxfer demo`, `serve`, `bench`, `doctor`.
+
+This file is the parser and what holds for every command: how errors are told, exit statuses, interrupts. Each command
+is a module of its own and is imported when it is run, so that `kvxfer --help` answers at once.
+
+Exit status: 0 done, 1 it did not work, 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from kvxfer.cli import arguments as types
+from kvxfer.cli.version import installed_version
+from kvxfer.errors import KvxferError, UsageError
+
+__all__ = ["main"]
+
+STATUS_FAILED = 1
+STATUS_USAGE = 2
+STATUS_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+STATUS_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. Reads `sys.argv` by default."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return STATUS_INTERRUPTED
+    except BrokenPipeError:
+        _close_output()
+        return STATUS_BROKEN_PIPE
+    except KvxferError as error:
+        if os.environ.get("KVXFER_TRACEBACK") == "1":
+            raise
+        print(f"kvxfer: {error}", file=sys.stderr)
+        return STATUS_USAGE if isinstance(error, UsageError) else STATUS_FAILED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = build_parser()
+    chosen = parser.parse_args(argv)
+    if chosen.command is None:
+        parser.print_help()
+        return STATUS_USAGE
+    module = importlib.import_module(f"kvxfer.cli.{chosen.command}")
+    status = int(module.run(chosen))
+    sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter on its way out
+    return status
+
+
+def _close_output() -> None:
+    """Let the interpreter flush into nothing (docs.python.org, "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the way to help."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        self.exit(STATUS_USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = _Parser(
+        prog="kvxfer",
+        description="Move KV-cache blocks between processes and machines.",
+        epilog=_examples(
+            """
+            kvxfer doctor                        what this machine can do, and what to change
+            kvxfer demo                          two processes, every transport, every byte checked
+            kvxfer serve --host 192.0.2.7        on one machine: memory that others may bench against
+            kvxfer bench --peer 192.0.2.7:7777   on another: how fast is the way to it?
+
+            `kvxfer COMMAND --help` tells more about each.
+            KVXFER_TRACEBACK=1 shows where an error came from.
+            """
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvxfer {installed_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
+    _add_demo(commands)
+    _add_serve(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # noqa: SLF001  argparse gives its type no public name
+
+
+def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
+    demo = _add_command(
+        commands,
+        "demo",
+        "move blocks between two processes over every transport and check every byte",
+        """
+        Starts a second process, moves scattered blocks both ways over each transport that works here, compares every
+        byte, and shows the speed beside that of a plain memory copy of the same blocks in the same run.
+        Exit status 0: every usable transport moved every byte right, and at least one ran.
+        """,
+        """
+        kvxfer demo
+        kvxfer demo --transports tcp --block-size 4KiB --blocks 16384
+        kvxfer demo --json | jq -r 'select(.verified) | "\\(.transport) \\(.write_gbps) GB/s"'
+        """,
+    )
+    demo.add_argument(
+        "--transports",
+        type=types.listed(types.transport),
+        default=types.TRANSPORT_NAMES,
+        metavar="LIST",
+        help="which to show, of shm,rdma,tcp (default: all)",
+    )
+    demo.add_argument("--blocks", type=types.positive, default=1024, metavar="N", help="blocks a batch (default: 1024)")
+    demo.add_argument(
+        "--block-size", type=types.size, default=64 << 10, metavar="SIZE", help="bytes a block (default: 64KiB)"
+    )
+    demo.add_argument(
+        "--pool-size",
+        type=types.size,
+        metavar="SIZE",
+        help="memory the blocks are scattered over; there are four of it (default: twice the blocks)",
+    )
+    demo.add_argument("--rounds", type=types.positive, default=7, metavar="N", help="rounds measured (default: 7)")
+    demo.add_argument("--json", action="store_true", help="print one JSON object a line, one per transport")
+
+
+def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+    serve = _add_command(
+        commands,
+        "serve",
+        "offer memory for others to bench against",
+        """
+        Runs an engine with a pool named kvxfer.serve, which any peer may read and write, until Ctrl-C or SIGTERM.
+        Prints the address to give to `kvxfer bench --peer` and `kvxfer doctor --peer`, and each peer that comes and
+        goes. Bench from one place at a time: two would overwrite each other's blocks.
+        """,
+        """
+        kvxfer serve
+        kvxfer serve --host 192.0.2.7 --port 7777 --size 4GiB
+        KEY=$(openssl rand -hex 32) kvxfer serve --key-env KEY
+        """,
+    )
+    serve.add_argument("--host", metavar="HOST", help="address to listen on (default: the engine's)")
+    serve.add_argument("--port", type=types.port, default=None, metavar="PORT", help="port (default: any free one)")
+    serve.add_argument("--size", type=types.size, default=1 << 30, metavar="SIZE", help="bytes offered (default: 1GiB)")
+    serve.add_argument(
+        "--transport",
+        type=types.listed(types.transport),
+        metavar="LIST",
+        help="which to offer, of shm,tcp (default: the engine's)",
+    )
+    _add_key(serve)
+    serve.add_argument("--json", action="store_true", help="print one JSON object a line, one per event")
+
+
+def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
+    bench = _add_command(
+        commands,
+        "bench",
+        "measure transfers over block sizes and counts",
+        """
+        Moves batches of scattered blocks and shows the speed of each block size, beside that of a plain memory copy of
+        the same blocks in the same rounds. Without --peer it starts a second process here, which looks at its memory
+        itself; with --peer what was written is read back and compared.
+        """,
+        """
+        kvxfer bench
+        kvxfer bench --transport tcp --op write --sizes 4KiB,16KiB,64KiB,256KiB,1MiB --plot tcp.svg
+        kvxfer bench --sizes 4KiB --blocks 1,8,64,512 --rounds 50
+        kvxfer bench --peer 192.0.2.7:7777 --json > results.jsonl
+        """,
+    )
+    bench.add_argument(
+        "--peer", type=types.peer, metavar="HOST:PORT", help="measure against a `kvxfer serve` there (default: here)"
+    )
+    bench.add_argument("--host", metavar="HOST", help="address of this side (default: the engine's)")
+    bench.add_argument(
+        "--transport",
+        type=types.listed(types.transport),
+        metavar="LIST",
+        help="which to measure, of shm,tcp (default: all that work here; with --peer the one the engine chooses)",
+    )
+    bench.add_argument(
+        "--op",
+        type=types.listed(types.operation),
+        default=types.OPERATIONS,
+        metavar="LIST",
+        help="which to measure, of write,read (default: both)",
+    )
+    bench.add_argument(
+        "--sizes",
+        type=types.listed(types.size),
+        default=(4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20),
+        metavar="LIST",
+        help="block sizes (default: 4KiB,16KiB,64KiB,256KiB,1MiB)",
+    )
+    amount = bench.add_mutually_exclusive_group()
+    amount.add_argument(
+        "--bytes-per-batch",
+        type=types.size,
+        default=64 << 20,
+        metavar="SIZE",
+        help="bytes of a batch, from which the number of blocks follows (default: 64MiB)",
+    )
+    amount.add_argument("--blocks", type=types.listed(types.positive), metavar="LIST", help="blocks a batch")
+    bench.add_argument("--rounds", type=types.positive, default=7, metavar="N", help="rounds measured (default: 7)")
+    bench.add_argument(
+        "--memory",
+        choices=("allocated", "registered"),
+        default="allocated",
+        help="pools from the engine's allocate(), or plain memory given to register() (default: allocated)",
+    )
+    _add_key(bench)
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the result too: a .png or .svg (needs matplotlib)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object a line, one per row")
+
+
+def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
+    doctor = _add_command(
+        commands,
+        "doctor",
+        "check this machine and say what to change",
+        """
+        Looks at everything kvxfer depends on: packages, limits, memory, addresses, what one process may do to another,
+        and each transport. With --peer it opens that engine and says which transport carries, and why the others were
+        passed over. Exit status 1: a check failed.
+        """,
+        """
+        kvxfer doctor
+        kvxfer doctor --peer gpu-node-3:7777
+        kvxfer doctor --json | jq 'select(.status != "ok")'
+        """,
+    )
+    doctor.add_argument("--peer", type=types.peer, metavar="HOST:PORT", help="also try to open the engine there")
+    _add_key(doctor)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object a line, one per check")
+
+
+def _add_command(
+    commands: Commands[argparse.ArgumentParser], name: str, summary: str, description: str, examples: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(" ".join(description.split()), 90),
+        epilog=_examples(examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--key-env",
+        metavar="NAME",
+        help="environment variable that holds the pre-shared key; both sides need the same",
+    )
+
+
+def _examples(text: str) -> str:
+    return "examples:\n" + textwrap.indent(textwrap.dedent(text).strip(), "  ")

@@ -1,0 +1,207 @@
+"""The doctor's checks of names, addresses, ports, socket buffers, transports and RDMA hardware.
+
+Each takes a Machine and returns a Check (the transports: one each). No packet leaves the machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+
+from kvxfer.cli.check import Check, Machine
+from kvxfer.cli.table import format_size
+from kvxfer.transports import TRANSPORTS
+from kvxfer.types import Probe
+from kvxfer.verbs.probe import find_ports, memlock_text, probe_library, probe_verbs
+
+__all__ = ["NETWORK_CHECKS", "RDMA_CHECKS", "probe_check", "transport_checks"]
+
+DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: routed like any other address, and nobody is there
+MEMLOCK_SMALL_NBYTES = 64 << 20
+PORT_PRIVILEGED_END = 1024
+
+Resolve = Callable[[str], "list[str]"]
+
+
+def check_host_name(machine: Machine, resolve: Resolve | None = None) -> Check:
+    """What the host is called and where that name leads; a loopback address is a mistake only if peers are elsewhere."""
+    name = socket.gethostname()
+    addresses = (resolve or _resolve)(name)
+    host = machine.config.host
+    if not addresses:
+        remedy = f"Peers that are told {name!r} cannot find this host: pass host= with an address, or add it to DNS."
+        return Check("host name", "warn", f"{name} does not resolve", remedy)
+    value = f"{name} is {', '.join(addresses)}"
+    is_loopback = all(_is_loopback(address) for address in addresses)
+    if is_loopback and host == name:
+        remedy = (
+            f"The engine would listen on loopback, where no other host reaches it: pass host= with this machine's "
+            f"address, or take {name} out of the 127.* line of /etc/hosts."
+        )
+        return Check("host name", "warn", value, remedy)
+    note = "; kvxfer does not use the name" if is_loopback else ""
+    return Check("host name", "ok", value + note)
+
+
+def check_listen_host(machine: Machine, resolve: Resolve | None = None) -> Check:
+    """Where an engine with these settings listens."""
+    host = machine.config.host
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104  compared, not bound
+        return Check("listen host", "ok", f"{host or 'unset'}: every interface; peers are told the default-route address")
+    addresses = [host] if _is_literal(host) else (resolve or _resolve)(host)
+    if not addresses:
+        remedy = "Pass host= (or KVXFER_HOST) with an address or a name of this machine."
+        return Check("listen host", "fail", f"{host} does not resolve", remedy)
+    value = host if addresses == [host] else f"{host}, which is {', '.join(addresses)}"
+    if not all(_is_loopback(address) for address in addresses):
+        return Check("listen host", "ok", value)
+    if _is_literal(host) or host == "localhost":
+        return Check("listen host", "ok", f"{value}: loopback, so peers on this machine only")
+    remedy = "No other host reaches a loopback address: pass host= with this machine's address."
+    return Check("listen host", "warn", f"{value}: loopback", remedy)
+
+
+def check_address(machine: Machine) -> Check:
+    """The address peers are told when nothing else is said: the source address of the default route."""
+    device = _default_route_device(machine)
+    address = _source_address()
+    if address is None or _is_loopback(address):
+        remedy = "Fine on one host. For other hosts pass host= with the address they reach this machine by."
+        return Check("address", "warn", "no default route", remedy)
+    return Check("address", "ok", f"{address}" + (f" on {device}" if device else "") + ", by the default route")
+
+
+def check_ports(machine: Machine) -> Check:
+    """The port an engine with these settings takes, and the ports the system gives out by itself."""
+    text = machine.read("proc/sys/net/ipv4/ip_local_port_range")
+    port = machine.config.port
+    low, high = (int(word) for word in text.split()) if text else (32768, 60999)  # ip(7)
+    if port == 0:
+        return Check("ports", "ok", f"any free one of {low} to {high}")
+    if low <= port <= high:
+        remedy = (
+            f"An outgoing connection may hold it first: reserve it (sysctl -w net.ipv4.ip_local_reserved_ports={port}) "
+            f"or choose a port outside {low} to {high}."
+        )
+        return Check("ports", "warn", f"{port} is among those given out to outgoing connections", remedy)
+    if port < PORT_PRIVILEGED_END and os.geteuid():
+        return Check("ports", "warn", f"{port} needs privileges", f"Choose a port of {PORT_PRIVILEGED_END} or above.")
+    return Check("ports", "ok", f"{port}, outside {low} to {high}")
+
+
+def check_socket_buffers(machine: Machine) -> Check:
+    """Whether the kernel grants the socket buffers that tcp asks for."""
+    wanted = int(machine.config.tcp_socket_buffer_nbytes or 0)
+    limits = {key: machine.read_int(f"proc/sys/net/core/{key}") for key in ("rmem_max", "wmem_max")}
+    known = {key: limit for key, limit in limits.items() if limit is not None}
+    shown = ", ".join(f"{key} {format_size(limit)}" for key, limit in known.items()) or "limits cannot be read"
+    value = f"tcp asks for {format_size(wanted)}; {shown}" if wanted else f"tcp leaves them to the kernel; {shown}"
+    short = [key for key, limit in known.items() if limit < wanted]
+    if short:
+        settings = " ".join(f"net.core.{key}={wanted}" for key in short)
+        return Check("socket buffers", "warn", value, f"tcp will be slower: `sysctl -w {settings}`.")
+    return Check("socket buffers", "ok", value)
+
+
+def transport_checks(machine: Machine) -> list[Check]:
+    """One check per transport, made of its probe."""
+    return [probe_check(transport.probe(machine.config)) for transport in TRANSPORTS.values()]
+
+
+def probe_check(probe: Probe) -> Check:
+    """Turn a probe into a check: tcp must work, shm should, rdma need not unless there is hardware for it."""
+    name = f"transport {probe.transport}"
+    if probe.usable:
+        return Check(name, "ok", f"usable: {probe.reason}", probe.remedy)
+    has_hardware = bool(probe.details.get("devices"))
+    if probe.transport == "tcp":
+        return Check(name, "fail", probe.reason, probe.remedy)
+    if probe.transport == "rdma" and not has_hardware:
+        return Check(name, "ok", f"not used: {probe.reason}", probe.remedy)
+    return Check(name, "warn", probe.reason, probe.remedy)
+
+
+def check_libibverbs(machine: Machine) -> Check:
+    """Whether the verbs library can be opened; missing it is no fault where there is no device."""
+    library = probe_library(environ=machine.environ)
+    if library.is_loadable:
+        return Check("libibverbs", "ok", f"{library.path} can be loaded")
+    if library.path == machine.environ.get("KVXFER_LIBIBVERBS"):
+        return Check("libibverbs", "warn", library.problem, "Correct KVXFER_LIBIBVERBS, or unset it.")
+    if find_ports(machine.root):
+        remedy = "Install it with its providers: `apt install libibverbs1 ibverbs-providers` or `dnf install libibverbs`."
+        return Check("libibverbs", "warn", library.problem, remedy)
+    return Check("libibverbs", "ok", f"{library.problem}; not needed without an RDMA device")
+
+
+def check_rdma_devices(machine: Machine) -> Check:
+    """The RDMA devices, their ports and whether this process sees their device files."""
+    report = probe_verbs(machine.root, environ=machine.environ)
+    if not report.devices:
+        return Check("rdma devices", "ok", "none")
+    ports = "; ".join(f"{port}, {port.link_layer}, {port.rate}" for port in report.ports)
+    value = ports or report.device_text
+    if report.device_files is None:
+        remedy = "Give the container the device files: docker run --device=/dev/infiniband."
+        return Check("rdma devices", "warn", f"{value}; no /dev/infiniband", remedy)
+    if not any(port.state == "ACTIVE" for port in report.ports):
+        remedy = "No port is ACTIVE: look at the cable, the switch, and for InfiniBand the subnet manager."
+        return Check("rdma devices", "warn", value, remedy)
+    return Check("rdma devices", "ok", value)
+
+
+def check_memlock(machine: Machine) -> Check:
+    """The locked-memory limit, which only RDMA registrations count against."""
+    report = probe_verbs(machine.root, environ=machine.environ)
+    text = memlock_text(report.memlock_nbytes)
+    if report.devices and report.memlock_nbytes is not None and report.memlock_nbytes < MEMLOCK_SMALL_NBYTES:
+        remedy = "Raise it for RDMA: `ulimit -l unlimited`, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1."
+        return Check("locked memory", "warn", text, remedy)
+    return Check("locked memory", "ok", f"{text}; shm and tcp lock none")
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _default_route_device(machine: Machine) -> str | None:
+    for line in (machine.read("proc/net/route") or "").splitlines()[1:]:
+        words = line.split()
+        if len(words) > 7 and words[1] == words[7] == "00000000":
+            return words[0]
+    return None
+
+
+def _source_address() -> str | None:
+    """Return the address a packet to the outside would carry; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((DOCUMENTATION_ADDRESS, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+NETWORK_CHECKS = (check_host_name, check_listen_host, check_address, check_ports, check_socket_buffers)
+RDMA_CHECKS = (check_libibverbs, check_rdma_devices, check_memlock)

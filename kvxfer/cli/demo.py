@@ -1,0 +1,283 @@
+"""`kvxfer demo`: two processes, scattered blocks both ways over each transport, every byte compared.
+
+Rounds go lane by lane, with a plain memory copy of the same blocks in each round, so that the ratios hold on a machine
+whose speed changes while it is measured. Figures are medians. Read next: `workload.py`, `child.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.cli.arguments import TRANSPORT_NAMES
+from kvxfer.cli.child import Child, ChildPool
+from kvxfer.cli.table import Progress, Style, draw_table, format_gbps, format_ratio, format_size, wrap
+from kvxfer.cli.version import installed_version
+from kvxfer.cli.workload import Lane, Plan, Pool, allocate_plain, median, pool_nbytes_for
+from kvxfer.errors import KvxferError, TransportUnavailableError
+from kvxfer.types import Probe
+
+if TYPE_CHECKING:
+    import kvxfer
+
+__all__ = ["run"]
+
+LATENCY_NBYTES = 4096
+LATENCY_COUNT = 1000
+LATENCY_WARM = 50
+REGISTERED = "shm (registered memory)"
+LEGEND = (
+    "GB/s are 10^9 bytes, figures are medians. memcpy is a plain copy of the same blocks inside one process, by one "
+    "thread, in the same rounds."
+)
+LANES = {"shm": ("shm", "allocated"), REGISTERED: ("shm", "registered"), "tcp": ("tcp", "allocated")}
+"""Row of the table -> transport, kind of memory."""
+
+
+@dataclass
+class Outcome:
+    """What became of one row; `probe` is set where the transport was not even tried."""
+
+    label: str
+    plan: Plan
+    probe: Probe | None = None
+    error: KvxferError | None = None
+    wrong: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"copy": [], "write": [], "read": []})
+    latencies_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there are figures to show."""
+        return self.probe is None and self.error is None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether it ran and every byte was right."""
+        return self.is_measured and not self.wrong
+
+    def gbps(self, what: str) -> float:
+        """Return the median rate of "write", "read" or "copy" in GB/s (10^9 bytes)."""
+        return self.plan.nbytes / median(self.seconds[what]) / 1e9
+
+    def ratio(self, what: str) -> float:
+        """Return the rate of "write" or "read" by that of the copy."""
+        return self.gbps(what) / self.gbps("copy")
+
+    @property
+    def latency_us(self) -> float:
+        """Return the median time of one small WRITE."""
+        return median(self.latencies_s) * 1e6
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures by their names in the JSON output."""
+        return {
+            "write_gbps": round(self.gbps("write"), 3),
+            "read_gbps": round(self.gbps("read"), 3),
+            "latency_4k_p50_us": round(self.latency_us, 2),
+            "memcpy_ratio_write": round(self.ratio("write"), 3),
+            "memcpy_ratio_read": round(self.ratio("read"), 3),
+            "memcpy_gbps": round(self.gbps("copy"), 3),
+            "verified": self.is_verified,
+        }
+
+
+def run(arguments: Namespace) -> int:
+    """Run the demo; 0 where at least one transport ran and every usable one verified."""
+    plan = Plan(
+        arguments.pool_size or pool_nbytes_for(arguments.block_size, arguments.blocks),
+        arguments.block_size,
+        arguments.blocks,
+    )
+    progress = Progress(sys.stderr, "kvxfer demo", total=(arguments.rounds + 2) * len(LANES))
+    try:
+        outcomes = measure(plan, arguments.transports, arguments.rounds, progress)
+    finally:
+        progress.clear()
+    if arguments.json:
+        for transport in TRANSPORT_NAMES:
+            print(json.dumps(to_json(transport, outcomes)))
+    else:
+        print(to_text(plan, outcomes, Style.of(sys.stdout)))
+    tried = [outcome for outcome in outcomes.values() if outcome.probe is None and not _is_extra_refused(outcome)]
+    return 0 if tried and all(outcome.is_verified for outcome in tried) else 1
+
+
+def measure(plan: Plan, wanted: tuple[str, ...], rounds: int, progress: Progress) -> dict[str, Outcome]:
+    """Return one outcome per row, in the order of the table."""
+    import kvxfer  # noqa: PLC0415  `kvxfer --help` must not wait for it
+    from kvxfer.transports import TRANSPORTS  # noqa: PLC0415
+
+    with contextlib.ExitStack() as stack:
+        carriers = {transport for transport, _memory in LANES.values()}
+        names = tuple(name for name in wanted if name in carriers) or tuple(carriers)
+        engine = stack.enter_context(kvxfer.TransferEngine(host="127.0.0.1", port=0, transports=names))
+        probes = {name: transport.probe(engine.config) for name, transport in TRANSPORTS.items()}
+        outcomes: dict[str, Outcome] = {}
+        for label in (*LANES, "rdma"):
+            transport = LANES[label][0] if label in LANES else label
+            if transport not in wanted:
+                reason = f"not among the transports asked for: {', '.join(wanted)}"
+                remedy = f"Add {transport} to --transports, or leave the option out."
+                outcomes[label] = Outcome(label, plan, Probe(transport, probes[transport].usable, reason, remedy))
+            elif not probes[transport].usable or label not in LANES:
+                outcomes[label] = Outcome(label, plan, probes[transport])
+            else:
+                outcomes[label] = Outcome(label, plan)
+        tried = [label for label in LANES if outcomes[label].probe is None]
+        if tried:
+            memory = list(dict.fromkeys(LANES[label][1] for label in tried))
+            progress.step("starting the second process")
+            child = stack.enter_context(Child(pool_nbytes=plan.pool_nbytes, memory=memory, transports=names))
+            _measure_lanes(engine, child, [outcomes[label] for label in tried], rounds, progress)
+    return outcomes
+
+
+def _measure_lanes(
+    engine: kvxfer.TransferEngine, child: Child, outcomes: list[Outcome], rounds: int, progress: Progress
+) -> None:
+    pools: dict[str, Pool] = {}
+    keep: list[object] = []
+    lanes: dict[str, Lane] = {}
+    for outcome in outcomes:
+        transport, memory = LANES[outcome.label]
+        with _recorded(outcome):
+            if memory not in pools:
+                nbytes = outcome.plan.pool_nbytes
+                array = engine.allocate(nbytes, name="demo").array if memory == "allocated" else allocate_plain(nbytes)
+                if memory == "registered":
+                    keep.append(engine.register(array, name="demo.registered"))
+                pools[memory] = Pool(array, salt=1 << 16 << len(pools))
+            lanes[outcome.label] = lane = Lane(
+                outcome.label,
+                engine,
+                engine.open_segment(child.address, transports=(transport,)),
+                local=pools[memory],
+                remote=ChildPool(child, memory),
+                remote_address=child.regions[memory].address,
+            )
+            lane.use(outcome.plan)
+    for at in range(rounds + 1):
+        for outcome in outcomes:
+            if outcome.error is not None:
+                continue
+            progress.step(f"{outcome.label}: round {at} of {rounds}" if at else f"{outcome.label}: warming up")
+            with _recorded(outcome):
+                _measure_round(lanes[outcome.label], outcome, is_warm_up=at == 0)
+    for outcome in outcomes:
+        if outcome.error is None:
+            progress.step(f"{outcome.label}: latency")
+            with _recorded(outcome):
+                times = lanes[outcome.label].latencies_s("write", LATENCY_NBYTES, LATENCY_WARM + LATENCY_COUNT)
+                outcome.latencies_s = times[LATENCY_WARM:]
+
+
+def _measure_round(lane: Lane, outcome: Outcome, *, is_warm_up: bool) -> None:
+    """Copy, WRITE, READ; the first round counts for the comparison only, and looks at the whole of both pools."""
+    seconds = {"copy": lane.copy()}
+    for operation in ("write", "read"):
+        seconds[operation], wrong = lane.run(operation, check_rest=is_warm_up)
+        outcome.wrong += wrong
+    if not is_warm_up:
+        for what, value in seconds.items():
+            outcome.seconds[what].append(value)
+
+
+@contextlib.contextmanager
+def _recorded(outcome: Outcome) -> Iterator[None]:
+    """Let one row fail without the others."""
+    try:
+        yield
+    except KvxferError as error:
+        outcome.error = error
+
+
+def _is_extra_refused(outcome: Outcome) -> bool:
+    """Whether this is the row of registered memory on a machine that allows only allocated pools: no failure."""
+    return outcome.label == REGISTERED and isinstance(outcome.error, TransportUnavailableError)
+
+
+def to_json(transport: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """Return the object of one transport; what was measured with registered memory goes with shm's."""
+    outcome = outcomes[transport]
+    if outcome.probe is not None:
+        probe = outcome.probe
+        skipped = {"skipped": True} if probe.usable else {}
+        return {"transport": transport, "usable": probe.usable, **skipped, "reason": probe.reason, "remedy": probe.remedy}
+    if outcome.error is not None:
+        error = outcome.error
+        return {
+            "transport": transport,
+            "usable": True,
+            "verified": False,
+            "error": type(error).__name__,
+            "reason": error.message,
+            "remedy": error.remedy,
+        }
+    fields = {"transport": transport, "usable": True, **outcome.figures(), "wrong_blocks": outcome.wrong}
+    if transport == "shm":
+        extra = outcomes[REGISTERED]
+        if extra.is_measured:
+            fields |= {f"registered_{name}": value for name, value in extra.figures().items()}
+        elif extra.error is not None:
+            fields |= {"registered_error": extra.error.message, "registered_remedy": extra.error.remedy}
+    return fields
+
+
+def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
+    """Return the table, and below it what each row that did not run needs."""
+    rows = [_row(outcome, style) for outcome in outcomes.values()]
+    header = ["transport", "write GB/s", "of memcpy", "read GB/s", "of memcpy", "memcpy", "4 KiB p50", "verified"]
+    lines = [
+        style.paint(f"kvxfer {installed_version()} demo", "bold")
+        + f"  {plan.count:,} scattered blocks of {format_size(plan.block_nbytes)} ({format_size(plan.nbytes)}) each way, "
+        "between two processes",
+        "",
+        draw_table(header, rows, ["<", ">", ">", ">", ">", ">", ">", "<"], style),
+        "",
+        style.paint(wrap(LEGEND, style, indent=""), "dim"),
+    ]
+    for outcome in outcomes.values():
+        reason, remedy = _why_not(outcome)
+        if reason:
+            lines += ["", style.paint(outcome.label, "bold"), wrap(reason, style)]
+            lines += [wrap(remedy, style)] if remedy else []
+    return "\n".join(lines)
+
+
+def _row(outcome: Outcome, style: Style) -> list[str]:
+    if not outcome.is_measured:
+        failed = outcome.error is not None and not _is_extra_refused(outcome)
+        what = "failed" if failed else "left out" if outcome.probe is not None and outcome.probe.usable else "cannot run here"
+        text = f"{style.mark('fail' if failed else 'off')} {what}"
+        return [outcome.label, *["-"] * 6, text if failed else style.paint(text, "dim")]
+    verified = f"{style.mark('ok')} every byte" if outcome.is_verified else f"{style.mark('fail')} {outcome.wrong} blocks wrong"
+    return [
+        outcome.label,
+        format_gbps(outcome.gbps("write")),
+        _ratio(outcome.ratio("write"), style),
+        format_gbps(outcome.gbps("read")),
+        _ratio(outcome.ratio("read"), style),
+        format_gbps(outcome.gbps("copy")),
+        f"{outcome.latency_us:.1f} us",
+        verified,
+    ]
+
+
+def _ratio(ratio: float, style: Style) -> str:
+    return style.paint(format_ratio(ratio), "cyan")
+
+
+def _why_not(outcome: Outcome) -> tuple[str, str]:
+    if outcome.probe is not None:
+        return outcome.probe.reason, outcome.probe.remedy
+    if outcome.error is not None:
+        return outcome.error.message, outcome.error.remedy
+    if outcome.wrong:
+        return f"{outcome.wrong} blocks did not hold what was sent.", "This is a bug in kvxfer: please report it."
+    return "", ""

@@ -1,0 +1,124 @@
+"""`kvxfer doctor`: what this machine lets kvxfer do, what keeps it from doing more, and what to do about that.
+
+The checks themselves are in `checks_system.py` and `checks_network.py`; this file puts them in order, runs them and
+shows the answers. The remedies are those of the exceptions: most come from the same function.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from kvxfer.cli.check import Check, CheckFunction, Machine
+from kvxfer.cli.checks_network import NETWORK_CHECKS, RDMA_CHECKS, transport_checks
+from kvxfer.cli.checks_system import SYSTEM_CHECKS
+from kvxfer.cli.environment import load_config
+from kvxfer.cli.keys import key_settings
+from kvxfer.cli.table import Style, wrap
+from kvxfer.cli.version import installed_version
+from kvxfer.errors import KvxferError, TransportUnavailableError
+
+__all__ = ["run", "run_checks"]
+
+Section = tuple[str, Callable[[Machine], Iterator[Check]]]
+
+
+def run(arguments: Namespace) -> int:
+    """Run every check; 1 where one failed."""
+    config, problem = load_config()
+    machine = Machine(config)
+    checks: list[Check] = []
+    style = Style.of(sys.stdout)
+    if not arguments.json:
+        print(style.paint(f"kvxfer {installed_version()} doctor", "bold"))
+    sections = list(SECTIONS)
+    if arguments.peer is not None:
+        sections.append(("peer", partial(_peer_section, peer=arguments.peer, key_env=arguments.key_env)))
+    for title, section in sections:
+        if not arguments.json:
+            print(f"\n{style.paint(title, 'bold')}")
+        found = section(machine)
+        if title == "system" and problem is not None:
+            found = _with_problem(found, problem)
+        for check in found:
+            checks.append(check)
+            print(json.dumps(check.to_json()) if arguments.json else _to_text(check, style), flush=True)
+    if not arguments.json:
+        print(f"\n{_summary(checks, style)}")
+    return 1 if any(check.status == "fail" for check in checks) else 0
+
+
+def run_checks(machine: Machine, functions: tuple[CheckFunction, ...]) -> Iterator[Check]:
+    """Yield the answers; a check that cannot look is a warning, not the end of the others."""
+    for function in functions:
+        try:
+            yield function(machine)
+        except (OSError, ValueError) as exc:
+            name = function.__name__.removeprefix("check_").replace("_", " ")
+            yield Check(name, "warn", f"could not be found out: {exc}")
+
+
+def _transport_section(machine: Machine) -> Iterator[Check]:
+    yield from transport_checks(machine)
+    yield from run_checks(machine, RDMA_CHECKS)
+
+
+SECTIONS: tuple[Section, ...] = (
+    ("system", partial(run_checks, functions=SYSTEM_CHECKS)),
+    ("network", partial(run_checks, functions=NETWORK_CHECKS)),
+    ("transports", _transport_section),
+)
+
+
+def _peer_section(machine: Machine, *, peer: str, key_env: str | None) -> Iterator[Check]:
+    """Open the peer as a program would, and say what carries and why the others do not."""
+    del machine
+    import kvxfer  # noqa: PLC0415  only this check needs an engine
+
+    name = f"peer {peer}"
+    try:
+        with kvxfer.TransferEngine(port=0, **key_settings(key_env)) as engine:
+            segment = engine.open_segment(peer)
+            count = len(segment.regions)
+            nbytes = sum(region.nbytes for region in segment.regions)
+            yield Check(name, "ok", f"reached; {segment.transport} carries; {count} regions, {nbytes:,} bytes")
+            for transport, reason in segment.passed_over.items():
+                yield Check(f"{name}: {transport}", "ok", f"passed over: {reason}")
+    except TransportUnavailableError as error:
+        yield Check(name, "fail", error.message, error.remedy)
+        for transport, reason in error.reasons.items():
+            yield Check(f"{name}: {transport}", "fail", f"passed over: {reason}")
+    except KvxferError as error:
+        yield Check(name, "fail", error.message, error.remedy)
+
+
+def _with_problem(found: Iterator[Check], problem: KvxferError) -> Iterator[Check]:
+    """Put what is wrong with the settings first: the other answers are given for the defaults."""
+    yield Check("settings", "fail", problem.message, problem.remedy)
+    yield from found
+
+
+def _to_text(check: Check, style: Style) -> str:
+    label = f"{check.name:<{NAME_WIDTH}}"
+    indent = " " * (NAME_WIDTH + 4)
+    value = wrap(check.value, style, indent)[len(indent) :]
+    text = f"  {style.mark(check.status)} {label}{value}"
+    if not check.remedy:
+        return text
+    colour = {"ok": "dim", "warn": "yellow", "fail": "red"}[check.status]
+    return text + "\n" + style.paint(wrap(check.remedy, style, indent), colour)
+
+
+NAME_WIDTH = 18
+
+
+def _summary(checks: list[Check], style: Style) -> str:
+    counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
+    parts = [style.paint(f"{counts['ok']} ok", "green")]
+    if counts["warn"]:
+        parts.append(style.paint(f"{counts['warn']} to look at", "yellow"))
+    parts.append(style.paint(f"{counts['fail']} failed", "red", "bold") if counts["fail"] else "0 failed")
+    return ", ".join(parts)

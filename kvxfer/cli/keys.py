@@ -1,0 +1,26 @@
+"""The pre-shared key of a command: taken from an environment variable, because a command line can be read by everybody.
+
+Never printed, never logged.
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvxfer.errors import ConfigError
+
+__all__ = ["key_settings"]
+
+
+def key_settings(variable: str | None) -> dict[str, str]:
+    """Return the settings for an engine whose key is in `variable`; none where no variable is named."""
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ConfigError(
+            f"--key-env {variable}: the environment has no such variable, or it is empty.",
+            remedy=f"Set it on both sides to the same secret: export {variable}=$(openssl rand -hex 32).",
+            variable=variable,
+        )
+    return {"key": key}

@@ -1,0 +1,132 @@
+"""`kvxfer serve`: an engine with a pool that others may bench against, until Ctrl-C or SIGTERM.
+
+Everything a peer does happens in the engine; this file only waits, and prints who comes and goes. That it learns from
+the engine's log events, as any program can that configures structlog.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
+from types import FrameType
+from typing import Any
+
+from kvxfer.cli.environment import given
+from kvxfer.cli.keys import key_settings
+from kvxfer.cli.table import Style, format_size
+
+__all__ = ["REGION_NAME", "run"]
+
+REGION_NAME = "kvxfer.serve"
+TURN_S = 0.5
+"""How often notifications are fetched, so that they do not pile up; a signal or an event ends the turn early."""
+SHOWN_PREFIXES = ("peer.", "listener.")
+
+Event = Mapping[str, Any]
+
+
+class Stop(Exception):  # noqa: N818  not an error: the way out of the loop
+    """A signal asked for the end."""
+
+
+def run(arguments: Namespace) -> int:
+    """Serve until told to stop; 0 then."""
+    import kvxfer  # noqa: PLC0415  `kvxfer --help` must not wait for it
+
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    settings = given(host=arguments.host, port=arguments.port, transports=arguments.transport)
+    show = _Printer(is_json=arguments.json)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _raise_stop)
+    try:
+        observe_log(events)
+        with kvxfer.TransferEngine(**settings, **key_settings(arguments.key_env)) as engine:
+            region = engine.allocate(arguments.size, name=REGION_NAME)
+            show.ready(engine.address, region.nbytes, engine.transports)
+            while True:
+                _show_until(events, show, time.monotonic() + TURN_S)
+                for note in engine.notifications():
+                    show.event({"event": "notification", "peer": note.peer, "nbytes": len(note.payload)})
+    except Stop:
+        show.stopped()
+        return 0
+
+
+def observe_log(events: queue.SimpleQueue[Event]) -> None:
+    """Have the engine's log events put into `events` instead of printed."""
+    import structlog  # noqa: PLC0415  with the engine
+
+    def keep(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        del logger, method
+        if str(event.get("event", "")).startswith(SHOWN_PREFIXES):
+            events.put(dict(event))
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[keep], cache_logger_on_first_use=False)
+
+
+def _raise_stop(number: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(number, signal.SIG_IGN)  # once is enough: a second one must not cut the goodbye short
+    raise Stop
+
+
+def _show_until(events: queue.SimpleQueue[Event], show: _Printer, deadline: float) -> None:
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            show.event(events.get(timeout=left))
+        except queue.Empty:
+            return
+
+
+class _Printer:
+    """Prints what happens, for a person or as one JSON object a line."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self._is_json = is_json
+        self._style = Style.of(sys.stdout)
+
+    def ready(self, address: str, nbytes: int, transports: tuple[str, ...]) -> None:
+        """Say where to connect."""
+        if self._is_json:
+            self._print_json(
+                event="ready",
+                address=address,
+                region=REGION_NAME,
+                nbytes=nbytes,
+                transports=list(transports),
+                pid=os.getpid(),
+            )
+            return
+        style = self._style
+        print(f"ready: {style.paint(address, 'bold', 'green')} offers {format_size(nbytes)} over {', '.join(transports)}")
+        print(style.paint(f"       measure it with: kvxfer bench --peer {address}", "dim"))
+        print(style.paint("       stop with Ctrl-C", "dim"), flush=True)
+
+    def event(self, event: Event) -> None:
+        """Say what happened."""
+        fields = {key: value for key, value in event.items() if key not in ("event", "level", "timestamp", "logger")}
+        if self._is_json:
+            self._print_json(event=event["event"], **fields)
+            return
+        peer = fields.pop("peer", "")
+        what = str(event["event"]).removeprefix("peer.").replace(".", " ")
+        rest = ", ".join(f"{key} {value}" for key, value in fields.items() if value not in ("", None))
+        clock = self._style.paint(time.strftime("%H:%M:%S"), "dim")
+        print(f"{clock}  {self._style.paint(str(peer), 'cyan')} {what}" + (f": {rest}" if rest else ""), flush=True)
+
+    def stopped(self) -> None:
+        """Say goodbye."""
+        if self._is_json:
+            self._print_json(event="stopped")
+        else:
+            print("stopped", flush=True)
+
+    def _print_json(self, **fields: Any) -> None:
+        print(json.dumps(fields, default=str), flush=True)

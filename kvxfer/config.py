@@ -1,0 +1,281 @@
+"""Every setting of an engine: its unit, its default, its environment variable and where the default comes from.
+
+Order of precedence: an argument of `TransferEngine`, then the environment, then the default. A value that cannot be
+meant raises ConfigError when the configuration is made, and names the setting, the value and the range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.errors import ConfigError
+from kvxfer.log import get_logger
+
+__all__ = ["EngineConfig", "Setting"]
+
+TRANSPORT_NAMES = ("shm", "rdma", "tcp")
+PREFIX = "KVXFER_"
+OTHER_VARIABLES = frozenset({"KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK"})
+"""Variables that are not settings of an engine."""
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table of settings."""
+
+    name: str
+    unit: str
+    default: Any
+    meaning: str
+    source: str
+    """Where the default comes from."""
+    low: float = -math.inf
+    high: float = math.inf
+    parse: Callable[[str], Any] = str
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def allowed(self) -> str:
+        """The range in words."""
+        if self.low == -math.inf:
+            return self.unit
+        return (
+            f"{self.low:g} to {self.high:g} {self.unit}"
+            if self.high < math.inf
+            else f"at least {self.low:g} {self.unit}"
+        )
+
+
+def _setting(
+    unit: str,
+    default: Any,
+    meaning: str,
+    source: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    parse: Callable[[str], Any] = str,
+    secret: bool = False,
+) -> Any:
+    row = Setting("", unit, None if callable(default) else default, meaning, source, low, high, parse)
+    factory = {"default_factory": default} if callable(default) else {"default": default}
+    return dataclasses.field(**factory, repr=not secret, metadata={"setting": row})
+
+
+def _seconds(default: float, meaning: str, source: str, low: float = 0.001) -> Any:
+    return _setting("s", default, meaning, source, low=low, high=86400.0, parse=float)
+
+
+def _count(unit: str, default: Any, meaning: str, source: str, *, low: int, high: int) -> Any:
+    return _setting(unit, default, meaning, source, low=low, high=high, parse=int)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of one engine; `settings()` lists them with unit, range and source."""
+
+    host: str = _setting(
+        "host", "127.0.0.1", "address or name to listen on", "reachable from this host only, until told otherwise"
+    )
+    port: int = _count(
+        "port", 0, "port to listen on; 0 takes any free one", "no two engines ever clash", low=0, high=65535
+    )
+    advertise_host: str | None = _setting("host", None, "address told to peers", "derived from host and the routes")
+    name: str | None = _setting("text", None, "name told to peers", "the engine's address")
+    transports: tuple[str, ...] = _setting(
+        "names", TRANSPORT_NAMES, "transports in order of preference", "fastest first on each distance", parse=_split
+    )
+    key: bytes | None = _setting(
+        "bytes",
+        None,
+        "pre-shared key, at least 8 bytes; both sides need the same",
+        "no authentication",
+        parse=str.encode,
+        secret=True,
+    )
+    transfer_timeout_s: float = _seconds(30.0, "deadline of a batch", "the peers' own: Mooncake 30 s")
+    connect_timeout_s: float = _seconds(5.0, "time to connect to a peer, with retries", "a peer restarts in less")
+    handshake_timeout_s: float = _seconds(
+        5.0, "time for a handshake, and for an answer on the control connection", "as connect_timeout_s"
+    )
+    unregister_timeout_s: float = _seconds(5.0, "time peers have to let go of a region", "as connect_timeout_s")
+    close_timeout_s: float = _seconds(2.0, "bound on close()", "a person waits that long")
+    keepalive_interval_s: float = _seconds(
+        2.0, "silence after which a peer is asked for a sign of life", "a dead peer is noticed in seconds"
+    )
+    keepalive_timeout_s: float = _seconds(
+        10.0,
+        "silence after which a peer counts as dead",
+        "longer than a pause of garbage collection or a debugger's step",
+    )
+    tcp_socket_buffer_nbytes: int = _count(
+        "bytes",
+        262144,
+        "socket buffers of data connections; 0 leaves them to the kernel",
+        "measured on loopback, bench/README.md",
+        low=0,
+        high=1 << 30,
+    )
+    tcp_streams_max: int = _count(
+        "connections", 4, "data connections to one peer", "one for each batch that moves at once", low=1, high=256
+    )
+    tcp_idle_timeout_s: float = _seconds(
+        60.0, "idle time after which a data connection is closed", "below the usual 5 minutes of firewalls"
+    )
+    tcp_service_threads: int = _count(
+        "threads", 2, "threads that serve peers over tcp", "one batch takes one", low=1, high=256
+    )
+    tcp_connections_max: int = _count(
+        "connections", 4096, "data connections of all peers", "half of a usual limit on open files", low=1, high=1 << 20
+    )
+    spin_s: float = _setting(
+        "s", 50e-6, "time to look again before sleeping", "about what a wake-up costs", low=0.0, high=0.01, parse=float
+    )
+    shm_copy_threads: int = _count(
+        "threads",
+        lambda: min(2, _usable_cpus()),
+        "threads that copy one batch by process_vm_*",
+        "measured: 0.68 to 0.83 of memcpy",
+        low=1,
+        high=64,
+    )
+    notify_nbytes_max: int = _count("bytes", 1 << 20, "longest notification", "messages, not data", low=0, high=1 << 20)
+    notifications_pending_max: int = _count(
+        "notifications", 65536, "notifications kept unread", "bounds memory", low=1, high=1 << 24
+    )
+    connections_max: int = _count(
+        "connections", 4096, "control connections of peers", "as tcp_connections_max", low=1, high=1 << 20
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.key, str):
+            object.__setattr__(self, "key", self.key.encode())
+        object.__setattr__(self, "transports", self.check_transports(self.transports))
+        for row in self.settings():
+            _check(row, getattr(self, row.name))
+        if self.key is not None and len(self.key) < 8:
+            raise ConfigError(
+                f"key has {len(self.key)} bytes.", remedy="Use at least 8 bytes, better 32 random ones.", setting="key"
+            )
+        if self.keepalive_timeout_s <= self.keepalive_interval_s:
+            raise ConfigError(
+                f"keepalive_timeout_s {self.keepalive_timeout_s:g} is not above keepalive_interval_s {self.keepalive_interval_s:g}.",
+                remedy="A peer must have been asked before it counts as dead.",
+                setting="keepalive_timeout_s",
+                value=self.keepalive_timeout_s,
+            )
+
+    @classmethod
+    def settings(cls) -> list[Setting]:
+        """Return the table of settings."""
+        return [dataclasses.replace(field.metadata["setting"], name=field.name) for field in dataclasses.fields(cls)]
+
+    @classmethod
+    def resolve(cls, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> EngineConfig:
+        """Return the configuration of an engine: arguments, then the environment, then defaults."""
+        environment = os.environ if environment is None else environment
+        rows = {row.name: row for row in cls.settings()}
+        for name in arguments:
+            if name not in rows:
+                raise ConfigError(
+                    f"there is no setting {name!r}{_closest(name, rows)}.",
+                    remedy="EngineConfig.settings() lists all.",
+                    setting=name,
+                )
+        values = {}
+        for row in rows.values():
+            if row.name in arguments:
+                values[row.name] = arguments[row.name]
+            elif row.variable in environment:
+                text = environment[row.variable]
+                try:
+                    values[row.name] = row.parse(text)
+                    _check(row, values[row.name])
+                except (ValueError, ConfigError):
+                    shown = "..." if row.name == "key" else repr(text)
+                    raise ConfigError(
+                        f"the environment variable {row.variable} is {shown}; {row.name} takes {row.allowed}.",
+                        remedy=f"Set it to such a value, or unset it for the default {row.default!r}.",
+                        setting=row.name,
+                        variable=row.variable,
+                    ) from None
+        for unknown in cls.unknown_variables(environment):
+            get_logger(__name__).warning(
+                "config.unknown_variable",
+                variable=unknown,
+                hint=_closest(unknown, [row.variable for row in rows.values()]).strip(" ;"),
+            )
+        return cls(**values)
+
+    @classmethod
+    def unknown_variables(cls, environment: Mapping[str, str] | None = None) -> list[str]:
+        """Return the KVXFER_* variables that no setting has."""
+        environment = os.environ if environment is None else environment
+        known = {row.variable for row in cls.settings()} | OTHER_VARIABLES
+        return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+
+    @staticmethod
+    def check_transports(names: Sequence[str] | str) -> tuple[str, ...]:
+        """Return the names as a tuple; raises ConfigError for an unknown, a doubled, or no name."""
+        listed = _split(names) if isinstance(names, str) else tuple(names)
+        unknown = [name for name in listed if name not in TRANSPORT_NAMES]
+        if unknown or not listed or len(set(listed)) != len(listed):
+            what = (
+                f"there is no transport {unknown[0]!r}"
+                if unknown
+                else f"transports {listed!r} names none"
+                if not listed
+                else f"transports {listed!r} names one twice"
+            )
+            raise ConfigError(
+                f"{what}; available: {', '.join(TRANSPORT_NAMES)}.",
+                remedy="Name one or more of these, in order of preference, such as ('shm', 'tcp').",
+                setting="transports",
+                value=listed,
+            )
+        return listed
+
+
+def _check(row: Setting, value: Any) -> None:
+    if value is None and row.default is None and row.parse is not int:
+        return
+    fits = True
+    if row.parse is int:
+        fits = type(value) is int and row.low <= value <= row.high
+    elif row.parse is float:
+        fits = type(value) in (int, float) and math.isfinite(value) and row.low <= value <= row.high
+    elif row.name == "key":
+        fits = isinstance(value, bytes)
+    elif row.parse is str:
+        fits = isinstance(value, str) and value != ""
+    if not fits:
+        shown = "..." if row.name == "key" else repr(value)
+        raise ConfigError(
+            f"{row.name} is {shown}; it takes {row.allowed}.",
+            remedy=f"{row.meaning[:1].upper()}{row.meaning[1:]}; the default is {row.default!r}.",
+            setting=row.name,
+            value=None if row.name == "key" else value,
+        )
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""

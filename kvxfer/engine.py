@@ -1,0 +1,849 @@
+"""TransferEngine: registers memory, opens peers, submits batches. Owns every thread and socket of the process's side.
+
+Read next: `segment.py` (a peer), `batch.py` (a submitted batch), `transports/base.py` (what carries it).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.addresses import choose_advertised_host, format_host_port, parse_host_port
+from kvxfer.batch import TransferBatch, wait_all
+from kvxfer.config import EngineConfig
+from kvxfer.control import Listener
+from kvxfer.errors import (
+    AccessDeniedError,
+    ClosedError,
+    ForkedError,
+    KvxferError,
+    NotRegisteredError,
+    PeerRefusedError,
+    RegionBusyError,
+    TransportUnavailableError,
+    UsageError,
+)
+from kvxfer.handshake.frames import Frame, FrameKind
+from kvxfer.handshake.machine import Handshake, Role
+from kvxfer.interfaces import default_route_host, list_interfaces
+from kvxfer.log import get_logger
+from kvxfer.memory import Region, RegionTable, as_columns, buffer_view, coalesce, locate
+from kvxfer.memory.buffers import BufferView
+from kvxfer.memory.shared import SharedMemory
+from kvxfer.segment import RemoteTable, Segment
+from kvxfer.session import Pending, Session, split_number
+from kvxfer.transports import TRANSPORTS
+from kvxfer.transports.base import Endpoint, Transfer, Transport
+from kvxfer.transports.loop import Loop
+from kvxfer.transports.shm import ShmTransport
+from kvxfer.transports.tcp import TcpTransport
+from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
+
+__all__ = ["Notification", "TransferEngine"]
+
+Addresses = int | Sequence[int] | npt.NDArray[np.integer[Any]]
+"""One address, or a column of them."""
+
+
+@dataclass(frozen=True)
+class Notification:
+    """What a peer sent with a batch; it is here only once all bytes of that batch are in place."""
+
+    peer: str
+    """The address of the peer's engine."""
+    payload: bytes
+
+
+class TransferEngine:
+    """One side of all transfers of this process. A context manager; all methods may be called from any thread.
+
+    host, port: where to listen; port 0 takes any free one. transports: in order of preference. All settings of
+    `EngineConfig` may be given by name; what is not given comes from the environment, then from the default.
+
+    Raises ConfigError for a setting that cannot be meant, TransportUnavailableError if none of the wanted transports
+    works on this machine.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = config = EngineConfig.resolve(**settings)
+        self.generation = secrets.token_hex(16)
+        self._pid = os.getpid()
+        self._closed: KvxferError | None = None
+        self._lock = threading.Lock()
+        self._table = RegionTable()
+        self._allocated: dict[int, SharedMemory] = {}
+        self._segments: dict[tuple[str, tuple[str, ...]], Segment] = {}
+        self._opening: dict[tuple[str, tuple[str, ...]], Future[Segment]] = {}
+        self._sessions: dict[str, Session] = {}
+        self._notifications: deque[Notification] = deque()
+        self._notified = threading.Condition()
+        self._transports: dict[str, Transport] = {}
+        self._refusals: dict[str, Probe] = {}
+        self._log = get_logger(__name__)
+        self.loop = Loop("kvxfer-control")
+        try:
+            self._listener = Listener(config, self.loop, self)
+            self.address = self._advertise()
+            self.name = config.name or self.address
+            self._open_transports()
+        except BaseException:
+            self.loop.start()
+            self.loop.close(config.close_timeout_s)
+            if hasattr(self, "_listener"):
+                self._listener.close()
+            raise
+        self.loop.start()
+        self._listener.start()
+        _ENGINES.add(self)
+        self._log.info("engine.started", address=self.address, transports=list(self._transports))
+
+    # Life.
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye to all peers, end the threads, release everything. Bounded by close_timeout_s; tolerated twice.
+
+        Batches still running fail with ClosedError. Arrays over allocated memory stay valid as long as they are held.
+        """
+        if self._pid != os.getpid():
+            return  # the parent's engine is none of our business
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = ClosedError("the engine was closed.", remedy="Make a new TransferEngine.")
+            segments, sessions = list(self._segments.values()), list(self._sessions.values())
+        for segment in segments:
+            segment.close()
+        for session in sessions:
+            session.close("engine closed")
+        for transport in self._transports.values():
+            transport.close()
+        self.loop.close(self.config.close_timeout_s)
+        self._listener.close()
+        for memory in self._allocated.values():
+            memory.close()
+        with self._notified:
+            self._notified.notify_all()
+        _ENGINES.discard(self)
+        self._log.info("engine.closed", address=self.address)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The transports that work here, in order of preference."""
+        return tuple(self._transports)
+
+    def probe(self) -> list[Probe]:
+        """Say of each wanted transport whether it works on this machine, and if not why and what to do."""
+        return [
+            self._refusals.get(name) or TRANSPORTS[name].probe(self.config)  # type: ignore[type-abstract]
+            for name in self.config.transports
+        ]
+
+    # Memory.
+
+    def allocate(self, nbytes: int, *, name: str = "", rights: Rights = Rights.ALL) -> Region:
+        """Return new registered memory that peers on this host can map: page-aligned, zeroed, `Region.array` is it.
+
+        Raises AllocationError where there is not so much memory.
+        """
+        self._check()
+        memory = SharedMemory(nbytes, label=f"kvxfer:{name or 'pool'}")
+        shm = self._transports.get("shm")
+        if isinstance(shm, ShmTransport):
+            shm.share(memory)
+        try:
+            view = BufferView(memory.address, memory.nbytes, read_only=False, owner=memory.array, kind="shared")
+            region = self._register(view, name, rights)
+        except BaseException:
+            self._free(memory)
+            raise
+        with self._lock:
+            self._allocated[region.region_id] = memory
+        return region
+
+    def register(self, memory: Any, *, name: str = "", rights: Rights = Rights.ALL) -> Region:
+        """Make memory of the caller's available to transfers and, with `rights`, to peers.
+
+        memory: a bytes-like object, mmap, numpy array, CPU torch tensor, anything with `__array_interface__` or DLPack
+        on the CPU, or `(address, nbytes)`; contiguous. It is kept alive until `unregister`.
+        The equal range may be registered again and then counts: unregister it as often. Any other overlap is refused.
+
+        Raises MemoryArgumentError, RegionOverlapError, or UsageError for a name or rights that do not fit.
+        """
+        self._check()
+        return self._register(buffer_view(memory), name, rights)
+
+    def unregister(self, region: Region) -> None:
+        """Take a region back. When this returns no peer reads or writes it any more, and none can begin to.
+
+        New transfers are refused at once; those of peers that run are waited for, for unregister_timeout_s.
+
+        Raises RegionBusyError while batches of this process use the region (nothing has changed then), or when peers
+        did not let go in time (call again; no new transfer can begin); ClosedError if it is unregistered already.
+        """
+        self._check()
+        try:
+            is_last = self._table.retire(region.region_id)
+        except RegionBusyError:
+            raise
+        except ClosedError:
+            if region.region_id not in self._retired:
+                raise
+            is_last = True
+        if not is_last:
+            return
+        self._retired.add(region.region_id)
+        deadline = time.monotonic() + self.config.unregister_timeout_s
+        holders = self._take_back(region, deadline)
+        if not self._table.wait_idle(region, max(0.0, deadline - time.monotonic())):
+            holders.append(f"{region.remote_use_count} requests over tcp")
+        if holders:
+            raise RegionBusyError(
+                f"{region} is still used by {', '.join(holders)} after {self.config.unregister_timeout_s:g} s.",
+                remedy="The memory must not be freed yet. Call unregister again when these peers have answered, ended "
+                "or been killed; no new transfer can begin meanwhile.",
+                region_id=region.region_id,
+                peers=tuple(holders),
+            )
+        self._retired.discard(region.region_id)
+        for transport_name, keys in region.keys.items():
+            self._transports[transport_name].deregister(region.address, region.nbytes, keys)
+        self._table.forget(region)
+        with self._lock:
+            memory = self._allocated.pop(region.region_id, None)
+        if memory is not None:
+            self._free(memory)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions registered here, ascending in address."""
+        return self._table.snapshot().regions
+
+    # Peers.
+
+    def open_segment(
+        self, address: str, *, transports: Sequence[str] | None = None, timeout_s: float | None = None
+    ) -> Segment:
+        """Connect to the engine at `address` ("host:port", its `engine.address`) and return its memory.
+
+        transports: only these, in this order; None for the engine's own. Calls for one address share one connection,
+        and a segment that is open already is returned again.
+
+        Raises PeerUnreachableError, HandshakeTimeoutError, AuthenticationError, PeerRefusedError, or
+        TransportUnavailableError when no wanted transport reaches the peer; each says why.
+        """
+        self._check()
+        target = parse_host_port(address)
+        wanted = self.config.transports if transports is None else EngineConfig.check_transports(transports)
+        key = (format_host_port(target.host, target.port), tuple(wanted))
+        with self._lock:
+            segment = self._segments.get(key)
+            if segment is not None and segment.is_open:
+                future: Future[Segment] | None = None
+            else:
+                segment = None
+                future = self._opening.get(key)
+                leader = future is None
+                if future is None:
+                    future = self._opening[key] = Future()
+        if segment is not None:
+            segment.session()
+            return segment
+        assert future is not None
+        if not leader:
+            return future.result(timeout_s)
+        try:
+            segment = Segment(self, target, tuple(wanted))
+            segment.session()
+        except BaseException as exc:
+            with self._lock:
+                self._opening.pop(key, None)
+            future.set_exception(exc)
+            raise
+        with self._lock:
+            self._opening.pop(key, None)
+            self._segments[key] = segment
+        future.set_result(segment)
+        return segment
+
+    # Transfers.
+
+    def submit_write(
+        self,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        *,
+        notify: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferBatch:
+        """Write rows of local memory to the peer's; returns at once with the batch that will do it.
+
+        local, remote, nbytes: three columns of one length, absolute addresses and byte counts; plain ints for one row,
+        and one int as `nbytes` for all rows alike. Each row lies in one region on either side. Rows may be done in any
+        order. notify: bytes that the peer's `notifications` shows once, after all rows are in place, or never.
+        timeout_s: the deadline, from now; None for transfer_timeout_s.
+
+        Raises NotRegisteredError or AccessDeniedError naming the row, before anything is sent.
+        """
+        return self._submit(Opcode.WRITE, segment, local, remote, nbytes, notify, timeout_s)
+
+    def submit_read(
+        self,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        *,
+        notify: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferBatch:
+        """Read rows of the peer's memory into local memory; as `submit_write`."""
+        return self._submit(Opcode.READ, segment, local, remote, nbytes, notify, timeout_s)
+
+    def write(
+        self,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        *,
+        notify: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferBatch:
+        """`submit_write` and wait; raises what made it fail."""
+        return self._submit(Opcode.WRITE, segment, local, remote, nbytes, notify, timeout_s).wait()
+
+    def read(
+        self,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        *,
+        notify: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferBatch:
+        """`submit_read` and wait; raises what made it fail."""
+        return self._submit(Opcode.READ, segment, local, remote, nbytes, notify, timeout_s).wait()
+
+    def write_blocks(
+        self,
+        segment: Segment,
+        src_region: Region,
+        src_ids: Addresses,
+        dst_region: RegionDescriptor | str,
+        dst_ids: Addresses,
+        *,
+        block_nbytes: int,
+        notify: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferBatch:
+        """Write blocks of a local region to blocks of a peer's region, by block number, and wait.
+
+        Block i of a region is its bytes [i * block_nbytes, (i + 1) * block_nbytes).
+        """
+        there = segment.region(dst_region) if isinstance(dst_region, str) else dst_region
+        local = _block_addresses("src_ids", src_region, src_ids, block_nbytes)
+        remote = _block_addresses("dst_ids", there, dst_ids, block_nbytes)
+        return self.write(segment, local, remote, block_nbytes, notify=notify, timeout_s=timeout_s)
+
+    def read_blocks(
+        self,
+        segment: Segment,
+        dst_region: Region,
+        dst_ids: Addresses,
+        src_region: RegionDescriptor | str,
+        src_ids: Addresses,
+        *,
+        block_nbytes: int,
+        notify: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> TransferBatch:
+        """Read blocks of a peer's region into blocks of a local region, by block number, and wait."""
+        there = segment.region(src_region) if isinstance(src_region, str) else src_region
+        local = _block_addresses("dst_ids", dst_region, dst_ids, block_nbytes)
+        remote = _block_addresses("src_ids", there, src_ids, block_nbytes)
+        return self.read(segment, local, remote, block_nbytes, notify=notify, timeout_s=timeout_s)
+
+    def wait_all(self, batches: Sequence[TransferBatch], timeout_s: float | None = None) -> None:
+        """Move several batches at once to their end; raises the first failure, after all have ended."""
+        wait_all(list(batches), timeout_s)
+
+    def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
+        """Return and forget what has come in, oldest first; waits up to `timeout_s` for something."""
+        self._check()
+        with self._notified:
+            if not self._notifications and timeout_s > 0.0:
+                self._notified.wait_for(lambda: self._notifications or self._closed, timeout_s)
+            found = list(self._notifications)
+            self._notifications.clear()
+        return found
+
+    # For segments and the listener.
+
+    def transport(self, name: str) -> Transport:
+        """Return a working transport; raises TransportUnavailableError with what its probe said."""
+        found = self._transports.get(name)
+        if found is None:
+            probe = self._refusals.get(name) or TRANSPORTS[name].probe(self.config)  # type: ignore[type-abstract]
+            raise TransportUnavailableError(probe.reason, remedy=probe.remedy, reasons={name: probe.reason})
+        return found
+
+    def is_default_order(self, transports: tuple[str, ...]) -> bool:
+        """Whether these transports are nobody's explicit choice, so that passing one over is not worth a warning."""
+        return transports == EngineConfig().transports
+
+    def card_for_peer(self, session: Session) -> dict[str, Any]:
+        """Return what an authenticated peer is told of this engine."""
+        return {
+            "address": self.address,
+            "name": self.name,
+            "data_token": session.token,
+            "transports": {name: transport.card() for name, transport in self._transports.items()},
+            "passed_over": {name: probe.reason for name, probe in self._refusals.items()},
+        }
+
+    def forget_segment(self, segment: Segment) -> None:
+        """A segment is closed or void."""
+        with self._lock:
+            self._segments = {key: one for key, one in self._segments.items() if one is not segment}
+
+    def accept_control(self, connection: socket.socket, label: str) -> Session | None:
+        """ListenerOwner."""
+        config = self.config
+        with self._lock:
+            if self._closed is not None or len(self._sessions) >= config.connections_max:
+                self._log.warning("listener.full", peer=label, connections_max=config.connections_max)
+                return None
+            machine = Handshake(
+                role=Role.RESPONDER,
+                generation=self.generation,
+                name=self.name,
+                nonce=os.urandom(16),
+                now=time.monotonic(),
+                deadline_s=config.handshake_timeout_s,
+                key=config.key,
+                transports=tuple(self._transports),
+            )
+            session = Session(
+                connection,
+                label,
+                machine,
+                self,
+                self.loop,
+                is_initiator=False,
+                keepalive_interval_s=config.keepalive_interval_s,
+                keepalive_timeout_s=config.keepalive_timeout_s,
+            )
+            self._sessions[session.token] = session
+        return session
+
+    def accept_data(self, token: str) -> tuple[int, Callable[[socket.socket], None]]:
+        """ListenerOwner."""
+        session = self._sessions.get(token)
+        tcp = self._transports.get("tcp")
+        if session is None or session.established is None:
+            raise PeerRefusedError("no session has that token: it has ended.", remedy="Open the segment again.")
+        if not isinstance(tcp, TcpTransport):
+            raise TransportUnavailableError("tcp is not offered here.", remedy="Allow tcp on both sides.")
+        if tcp.service.is_full:
+            raise PeerRefusedError(
+                f"there are {tcp.service.connection_count} data connections already.",
+                remedy="Raise tcp_connections_max (KVXFER_TCP_CONNECTIONS_MAX) there, or open fewer.",
+            )
+        number, peer = tcp.service.next_number(), self._peer_address(session)
+        return number, lambda connection: tcp.service.adopt(connection, number, peer)
+
+    # SessionOwner: peers that opened us.
+
+    def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """The opened side never chooses."""
+        raise UsageError("the side that is opened does not choose the transport.")
+
+    def frame_received(self, session: Session, frame: Frame) -> None:
+        """Answer a peer's question."""
+        if frame.kind is FrameKind.REGIONS_GET:
+            number, _ = split_number(frame)
+            session.send(FrameKind.REGIONS, json.dumps(self._regions_for_peers(number)).encode())
+        elif frame.kind is FrameKind.NOTIFY:
+            number, payload = split_number(frame)
+            self.notify(self._peer_address(session), payload)
+            session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little"))
+        elif frame.kind is FrameKind.ABORT:
+            number, body = split_number(frame)
+            connection = body.get("connection")
+            tcp = self._transports.get("tcp")
+            if isinstance(tcp, TcpTransport) and isinstance(connection, int):
+                answer = json.dumps({"number": number}).encode()
+                tcp.service.hang_up(connection, lambda: self._send_quietly(session, FrameKind.ABORTED, answer))
+
+    def session_ended(self, session: Session, error: KvxferError) -> None:
+        """A peer has gone."""
+        with self._lock:
+            self._sessions.pop(session.token, None)
+        event = "peer.disconnected" if session.established is not None else "peer.refused"
+        self._log.info(event, peer=session.label, error=str(error))
+
+    # Gate: requests over tcp.
+
+    def admit(self, opcode: Opcode, addresses: AddressColumn, nbytes: AddressColumn) -> Callable[[], None]:
+        """Check a peer's rows against the regions and pin these; returns the call that lets go of them."""
+        snapshot = self._table.snapshot()
+        index = locate(
+            addresses,
+            nbytes,
+            snapshot.starts,
+            snapshot.ends,
+            side=f"address at {self.address}",
+            regions=snapshot.regions,
+        )
+        used = snapshot.find_used(index)
+        for region in used:
+            if not region.rights.allows(opcode):
+                row = int(np.flatnonzero(snapshot.starts[index] == region.address)[0])
+                raise _denied(opcode, row, region, self.address)
+        self._table.acquire(used, "remote")
+        return lambda: self._table.release(used, "remote")
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Queue a notification for the application."""
+        with self._notified:
+            if len(self._notifications) >= self.config.notifications_pending_max:
+                raise UsageError(
+                    f"{len(self._notifications)} notifications are unread at {self.address}.",
+                    remedy="Call notifications() there more often, or raise notifications_pending_max.",
+                )
+            self._notifications.append(Notification(peer, payload))
+            self._notified.notify()
+
+    # Inside.
+
+    _retired: set[int]
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._pid != os.getpid():
+            raise ForkedError(
+                f"this engine belongs to process {self._pid}; this is process {os.getpid()}, forked from it.",
+                remedy="Make the TransferEngine in the process that uses it, after the fork, or start processes with "
+                "multiprocessing's 'spawn'.",
+                owner_pid=self._pid,
+                pid=os.getpid(),
+            )
+
+    def _advertise(self) -> str:
+        config = self.config
+        if config.advertise_host:
+            return format_host_port(config.advertise_host, self._listener.port)
+        host, reason, warnings = choose_advertised_host(
+            config.host, list_interfaces(), default_route_host(self._listener.family)
+        )
+        for warning in warnings:
+            self._log.warning("engine.address_unsure", address=host, reason=reason, warning=warning)
+        return format_host_port(host, self._listener.port)
+
+    def _open_transports(self) -> None:
+        self._retired = set()
+        makers: dict[str, Callable[[], Transport]] = {
+            "shm": lambda: ShmTransport(self.config, self.loop),
+            "tcp": lambda: TcpTransport(self.config, self),
+        }
+        for name in self.config.transports:
+            probe = TRANSPORTS[name].probe(self.config)  # type: ignore[type-abstract]
+            if probe.usable:
+                self._transports[name] = makers[name]()
+            else:
+                self._refusals[name] = probe
+                self._log.debug("transport.unusable", transport=name, reason=probe.reason)
+        if not self._transports:
+            reasons = {name: probe.reason for name, probe in self._refusals.items()}
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            remedies = " ".join(probe.remedy for probe in self._refusals.values() if probe.remedy)
+            raise TransportUnavailableError(
+                f"none of the wanted transports works on this machine. {told}.", remedy=remedies, reasons=reasons
+            )
+
+    def _register(self, view: BufferView, name: str, rights: Rights) -> Region:
+        reserved = self._table.reserve(view, name, rights)
+        if isinstance(reserved, Region):
+            return reserved
+        keys: dict[str, dict[str, Any]] = {}
+        with reserved:
+            try:
+                for transport_name, transport in self._transports.items():
+                    keys[transport_name] = transport.register(view.address, view.nbytes, rights=rights)
+                return reserved.commit(keys)
+            except BaseException:
+                for transport_name, key in keys.items():
+                    self._transports[transport_name].deregister(view.address, view.nbytes, key)
+                raise
+
+    def _free(self, memory: SharedMemory) -> None:
+        shm = self._transports.get("shm")
+        if isinstance(shm, ShmTransport):
+            shm.unshare(memory)
+        memory.close()
+
+    def _take_back(self, region: Region, deadline: float) -> list[str]:
+        """Have every peer that may copy by itself let go of a region; return those that did not answer."""
+        asked: list[tuple[Session, Pending]] = []
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            if session.established is not None and session.established.transport == "shm":
+                with contextlib.suppress(KvxferError):  # a peer that is gone holds nothing
+                    asked.append(
+                        (session, session.ask(FrameKind.REVOKE, FrameKind.REVOKED, {"ids": [region.region_id]}))
+                    )
+        holders: list[str] = []
+        for session, pending in asked:
+            with contextlib.suppress(KvxferError):
+                if not pending.wait(deadline - time.monotonic()):
+                    holders.append(self._peer_address(session))
+        return holders
+
+    def _regions_for_peers(self, number: int) -> dict[str, Any]:
+        snapshot = self._table.snapshot()
+        rows = [
+            [region.region_id, region.name, region.address, region.nbytes, int(region.rights), region.keys]
+            for region in snapshot.regions
+            if region.rights
+        ]
+        return {"number": number, "version": snapshot.version, "regions": rows}
+
+    @staticmethod
+    def _peer_address(session: Session | None) -> str:
+        if session is None:
+            return ""
+        address = session.card.get("address")
+        return address[:256] if isinstance(address, str) else session.label
+
+    @staticmethod
+    def _send_quietly(session: Session, kind: FrameKind, body: bytes) -> None:
+        with contextlib.suppress(KvxferError):  # a session that is over needs no answer
+            session.send(kind, body)
+
+    def _submit(
+        self,
+        opcode: Opcode,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        notify: bytes | None,
+        timeout_s: float | None,
+    ) -> TransferBatch:
+        if self._closed is not None or self._pid != os.getpid():
+            self._check()
+        if notify is not None:
+            self._check_notify(notify)
+        started = time.monotonic()
+        is_single = type(local) is int and type(remote) is int and type(nbytes) is int
+        if is_single:
+            transfer, used, endpoint = self._plan_row(opcode, segment, local, remote, nbytes, notify)  # type: ignore[arg-type]
+        else:
+            transfer, used, endpoint = self._plan_rows(opcode, segment, local, remote, nbytes, notify)
+
+        def ended(transfer: Transfer) -> None:
+            segment.end(transfer)
+            self._table.release(used, "local")
+
+        transfer.on_finish = ended
+        timeout_s = self.config.transfer_timeout_s if timeout_s is None else timeout_s
+        batch = TransferBatch(segment, endpoint, transfer, started, started + timeout_s)
+        endpoint.post(transfer)
+        return batch
+
+    def _plan_row(
+        self, opcode: Opcode, segment: Segment, local: int, remote: int, nbytes: int, notify: bytes | None
+    ) -> tuple[Transfer, tuple[Region, ...], Endpoint]:
+        """The short way for one row; anything unusual takes the long way, which explains it."""
+        region = self._table.snapshot().find(local, nbytes)
+        table = segment.table()
+        there = table.find(remote, nbytes)
+        if region is None or there is None or not there.rights.allows(opcode):
+            return self._plan_rows(opcode, segment, local, remote, nbytes, notify)
+        if opcode is Opcode.READ and region.view.read_only:
+            return self._plan_rows(opcode, segment, local, remote, nbytes, notify)
+        regions = (there,)
+        endpoint = segment.endpoint_for(regions)
+        transfer = Transfer(opcode, regions, single=(local, remote, nbytes), notify=notify)
+        used = (region,)
+        self._table.acquire(used, "local")
+        return self._begin(opcode, segment, transfer, table, used, endpoint, (local, remote, nbytes, notify))
+
+    def _plan_rows(
+        self,
+        opcode: Opcode,
+        segment: Segment,
+        local: Addresses,
+        remote: Addresses,
+        nbytes: Addresses,
+        notify: bytes | None,
+    ) -> tuple[Transfer, tuple[Region, ...], Endpoint]:
+        columns = as_columns(local, remote, nbytes)
+        snapshot = self._table.snapshot()
+        here = locate(columns[0], columns[2], snapshot.starts, snapshot.ends, side="local", regions=snapshot.regions)
+        used = snapshot.find_used(here)
+        if opcode is Opcode.READ:
+            for region in used:
+                if region.view.read_only:
+                    row = int(np.flatnonzero(snapshot.starts[here] == region.address)[0])
+                    raise AccessDeniedError(
+                        f"row {row}: the local {region} is read-only memory, and a READ writes into it.",
+                        remedy="Read into writeable memory.",
+                        row=row,
+                        rows=(row,),
+                    )
+        segment.raise_if_void()
+        side = f"remote ({segment.address})"
+        table = segment.table()
+        try:
+            there = locate(columns[1], columns[2], table.starts, table.ends, side=side, regions=table.regions)
+        except NotRegisteredError:
+            segment.refresh()  # the peer may have registered it meanwhile
+            table = segment.table()
+            there = locate(columns[1], columns[2], table.starts, table.ends, side=side, regions=table.regions)
+        touched = np.unique(there)
+        regions = tuple(table.regions[index] for index in touched.tolist())
+        for index, region_there in zip(touched.tolist(), regions, strict=True):
+            if not region_there.rights.allows(opcode):
+                raise _denied(opcode, int(np.flatnonzero(there == index)[0]), region_there, segment.address)
+        endpoint = segment.endpoint_for(regions)
+        joined = coalesce(*columns, local_region=here, remote_region=there)
+        first_row = joined[3]
+        transfer = Transfer(
+            opcode,
+            regions,
+            columns=joined[:3],
+            region_rows=np.searchsorted(touched, there[first_row]),
+            first_row=first_row,
+            row_count=len(columns[0]),
+            notify=notify,
+        )
+        self._table.acquire(used, "local")
+        return self._begin(opcode, segment, transfer, table, used, endpoint, (local, remote, nbytes, notify))
+
+    def _begin(
+        self,
+        opcode: Opcode,
+        segment: Segment,
+        transfer: Transfer,
+        table: RemoteTable,
+        used: tuple[Region, ...],
+        endpoint: Endpoint,
+        arguments: tuple[Addresses, Addresses, Addresses, bytes | None],
+    ) -> tuple[Transfer, tuple[Region, ...], Endpoint]:
+        try:
+            if segment.begin(transfer, table):
+                return transfer, used, endpoint
+        except BaseException:
+            self._table.release(used, "local")
+            raise
+        self._table.release(used, "local")
+        return self._plan_rows(opcode, segment, *arguments)  # the peer's regions have changed since the look-up
+
+    def _check_notify(self, notify: bytes) -> None:
+        if not isinstance(notify, bytes):
+            raise UsageError(
+                f"notify is a {type(notify).__name__}; it must be bytes.",
+                remedy="Encode text first: notify=text.encode().",
+            )
+        if len(notify) > self.config.notify_nbytes_max:
+            raise UsageError(
+                f"a notification of {len(notify)} bytes; notify_nbytes_max is {self.config.notify_nbytes_max}.",
+                remedy="Send large data as rows of the batch, or raise notify_nbytes_max on both sides.",
+                nbytes=len(notify),
+            )
+
+    def _abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors, so that peers see the parent's end when it ends."""
+        with contextlib.suppress(Exception):
+            self._listener.abandon()
+            for session in self._sessions.values():
+                session.abandon()
+            for segment in self._segments.values():
+                segment.abandon()
+            tcp = self._transports.get("tcp")
+            if isinstance(tcp, TcpTransport):
+                tcp.service.abandon()
+            self.loop.abandon()
+
+
+def _denied(opcode: Opcode, row: int, region: object, where: str) -> AccessDeniedError:
+    rights = getattr(region, "rights", Rights.NONE)
+    return AccessDeniedError(
+        f"row {row}: {region} of {where} does not allow a {opcode.name}; its rights are {rights}.",
+        remedy="Let the owner register it with the right (rights=Rights.ALL), or use another region.",
+        row=row,
+        rows=(row,),
+    )
+
+
+def _block_addresses(
+    argument: str, region: Region | RegionDescriptor, ids: Addresses, block_nbytes: int
+) -> AddressColumn:
+    """Return the addresses of blocks; raises UsageError naming the first that is not in the region."""
+    if isinstance(block_nbytes, bool) or not isinstance(block_nbytes, int) or block_nbytes < 1:
+        raise UsageError(f"block_nbytes is {block_nbytes!r}; it must be a whole number of at least 1.")
+    numbers = np.asarray(ids)
+    if numbers.ndim != 1 or numbers.size == 0 or numbers.dtype.kind not in "iu":
+        raise UsageError(
+            f"{argument} is not a column of block numbers: shape {numbers.shape}, dtype {numbers.dtype}.",
+            remedy="Pass a sequence or a 1-D array of integers, at least one.",
+        )
+    count = region.nbytes // block_nbytes
+    bad = np.flatnonzero((numbers < 0) | (numbers >= count))
+    if bad.size:
+        row = int(bad[0])
+        raise NotRegisteredError(
+            f"row {row}: {argument} has block {int(numbers[row])}, and {region} has {count} blocks of {block_nbytes} bytes.",
+            remedy="Check the block number and block_nbytes.",
+            row=row,
+            rows=tuple(bad[:1000].tolist()),
+        )
+    return region.address + numbers.astype(np.int64) * block_nbytes
+
+
+_ENGINES: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
+"""The open engines of this process: closed at exit, abandoned in a forked child."""
+
+
+def _close_engines() -> None:
+    for engine in list(_ENGINES):
+        engine.close()
+
+
+def _abandon_engines() -> None:
+    for engine in list(_ENGINES):
+        engine._abandon()
+
+
+atexit.register(_close_engines)
+os.register_at_fork(after_in_child=_abandon_engines)

@@ -1,0 +1,238 @@
+"""Every exception kvxfer raises.
+
+KvxferError
+├─ UsageError (ValueError)            the call is wrong; nothing was started
+│  ├─ ConfigError                     a setting has a value that cannot be meant
+│  ├─ MemoryArgumentError             this object cannot be registered (read-only, strided, empty, on a GPU ...)
+│  ├─ NotRegisteredError              a row of a batch leaves the registered memory (.rows)
+│  ├─ AccessDeniedError               the memory is registered without the right that the call needs (.rows)
+│  ├─ RegionOverlapError              the new region overlaps one that exists
+│  ├─ RegionBusyError                 the region still carries transfers
+│  ├─ ClosedError                     we closed the engine, the segment or the region
+│  └─ ForkedError                     the engine belongs to the parent of this process
+├─ UnsupportedError                   this machine cannot
+│  ├─ TransportUnavailableError       no transport of the wanted ones can carry this (.reasons)
+│  ├─ DeviceNotFoundError             the device that was named does not exist
+│  └─ AllocationError                 the memory asked for is not there
+├─ VerbsError (OSError)               a libibverbs call failed (.verb, .errno)
+│  └─ RegistrationError               a memory registration failed
+├─ ProtocolError
+│  ├─ LocalProtocolError              our side called out of turn: a bug in kvxfer
+│  └─ RemoteProtocolError             the peer sent bytes that the protocol does not allow
+├─ PeerError                          the peer is the reason (.peer)
+│  ├─ PeerUnreachableError            it cannot be reached, or stopped answering
+│  ├─ PeerClosedError                 it closed the connection, or died
+│  ├─ PeerRestartedError              another process answers at its address
+│  ├─ PeerRefusedError                it said no, in its own words (.code)
+│  ├─ AuthenticationError             the pre-shared keys differ, or only one side has one
+│  └─ HandshakeTimeoutError           it did not finish the handshake in time
+└─ TransferError                      a batch failed; not one byte more is written (.rows, .nbytes_done)
+   ├─ TransferTimeoutError            its deadline passed
+   ├─ TransferCancelledError          the caller cancelled it
+   └─ RemoteAccessError               the peer refused rows: not registered there, or without the right
+
+A message says what failed with which values, why that usually happens, and what to do; the last part is
+`remedy`, and every value is an attribute too. `retryable` says whether the same call may work later without
+a change to the program. All of them survive pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+__all__ = [
+    "AccessDeniedError",
+    "AllocationError",
+    "AuthenticationError",
+    "ClosedError",
+    "ConfigError",
+    "DeviceNotFoundError",
+    "ForkedError",
+    "HandshakeTimeoutError",
+    "KvxferError",
+    "LocalProtocolError",
+    "MemoryArgumentError",
+    "NotRegisteredError",
+    "PeerClosedError",
+    "PeerError",
+    "PeerRefusedError",
+    "PeerRestartedError",
+    "PeerUnreachableError",
+    "ProtocolError",
+    "RegionBusyError",
+    "RegionOverlapError",
+    "RegistrationError",
+    "RemoteAccessError",
+    "RemoteProtocolError",
+    "TransferCancelledError",
+    "TransferError",
+    "TransferTimeoutError",
+    "TransportUnavailableError",
+    "UnsupportedError",
+    "UsageError",
+    "VerbsError",
+]
+
+
+def _rebuild(cls: type[KvxferError], message: str, remedy: str, values: dict[str, Any]) -> KvxferError:
+    return cls(message, remedy=remedy, **values)
+
+
+class KvxferError(Exception):
+    """Base of all; `values` holds what the message names, and each value is an attribute as well."""
+
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, remedy: str = "", **values: Any) -> None:
+        super().__init__(f"{message} {remedy}" if remedy else message)
+        self.message = message
+        self.remedy = remedy
+        self.values: Mapping[str, Any] = values
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.remedy, dict(self.values))
+
+
+class UsageError(KvxferError, ValueError):
+    """The call is wrong; nothing was started."""
+
+
+class ConfigError(UsageError):
+    """A setting has a value that cannot be meant."""
+
+
+class MemoryArgumentError(UsageError, TypeError):
+    """The object given as memory cannot be registered."""
+
+
+class NotRegisteredError(UsageError):
+    """Rows of a batch leave the registered memory."""
+
+    rows: tuple[int, ...] = ()
+
+
+class AccessDeniedError(UsageError):
+    """The memory is registered without the right that the call needs."""
+
+    rows: tuple[int, ...] = ()
+
+
+class RegionOverlapError(UsageError):
+    """A region would overlap one that is registered."""
+
+
+class RegionBusyError(UsageError):
+    """A region still carries transfers and cannot be unregistered now."""
+
+    retryable = True
+
+
+class ClosedError(UsageError):
+    """The engine, segment or region was closed by this process."""
+
+
+class ForkedError(UsageError):
+    """The engine belongs to another process: the parent of this one."""
+
+
+class UnsupportedError(KvxferError):
+    """This machine cannot do what was asked."""
+
+
+class TransportUnavailableError(UnsupportedError):
+    """None of the wanted transports can be used."""
+
+    reasons: Mapping[str, str] = {}
+
+
+class DeviceNotFoundError(UnsupportedError):
+    """The device that was named does not exist here."""
+
+
+class AllocationError(UnsupportedError):
+    """The memory asked for is not there."""
+
+
+class VerbsError(KvxferError, OSError):
+    """A call into libibverbs failed."""
+
+    verb: str = ""
+
+
+class RegistrationError(VerbsError):
+    """A memory registration failed; nothing of it stays."""
+
+
+class ProtocolError(KvxferError):
+    """The control or data protocol was broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side called out of turn: a bug in kvxfer."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent bytes that the protocol does not allow."""
+
+
+class PeerError(KvxferError):
+    """The peer is the reason."""
+
+    peer: str = ""
+    retryable = True
+
+
+class PeerUnreachableError(PeerError):
+    """The peer cannot be reached, or stopped answering."""
+
+
+class PeerClosedError(PeerError):
+    """The peer closed the connection, or died."""
+
+
+class PeerRestartedError(PeerError):
+    """Another process answers at the peer's address: what was known of the old one is void."""
+
+
+class PeerRefusedError(PeerError):
+    """The peer said no; `code` and the message are its own words."""
+
+    code: str = ""
+    retryable = False
+
+
+class AuthenticationError(PeerError):
+    """The pre-shared keys differ, or only one side has one."""
+
+    retryable = False
+
+
+class HandshakeTimeoutError(PeerError):
+    """The peer did not finish the handshake in time."""
+
+
+class TransferError(KvxferError):
+    """A batch failed, finally: after this is raised not one byte more is written on its account."""
+
+    rows: tuple[int, ...] = ()
+    nbytes_done: int = 0
+    retryable = True
+
+
+class TransferTimeoutError(TransferError):
+    """The deadline of a batch passed."""
+
+
+class TransferCancelledError(TransferError):
+    """The caller cancelled the batch."""
+
+    retryable = False
+
+
+class RemoteAccessError(TransferError):
+    """The peer refused rows: not registered there, or registered without the right."""
+
+    retryable = False

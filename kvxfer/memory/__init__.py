@@ -1,0 +1,27 @@
+"""Memory as transfers see it: what can be registered, who uses it, and how requests map onto it.
+
+buffers: an object of the caller -> BufferView (address, size, owner). chunks: a region -> pieces that one registration
+may cover. regions: RegionTable, the book of what is registered and in use. slices: columns of requests, checked, joined
+and cut. Nothing here copies memory, opens a device or reads a clock.
+"""
+
+from kvxfer.memory.buffers import BufferView, buffer_view
+from kvxfer.memory.chunks import CHUNK_DTYPE, plan_chunks
+from kvxfer.memory.regions import Region, RegionSnapshot, RegionTable, Reservation
+from kvxfer.memory.slices import SLICE_DTYPE, as_columns, coalesce, cut_slices, locate
+
+__all__ = [
+    "CHUNK_DTYPE",
+    "SLICE_DTYPE",
+    "BufferView",
+    "Region",
+    "RegionSnapshot",
+    "RegionTable",
+    "Reservation",
+    "as_columns",
+    "buffer_view",
+    "coalesce",
+    "cut_slices",
+    "locate",
+    "plan_chunks",
+]

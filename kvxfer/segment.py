@@ -1,0 +1,463 @@
+"""A Segment: one peer as this engine sees it. Its regions, the transport in use, the session behind it.
+
+A segment belongs to one process at the other end, told by its generation. The connections behind it may break and are
+made anew at the next use; when another process answers at the address, the segment is void for good, because every
+address in it was the old process's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvxfer.addresses import HostPort, format_host_port
+from kvxfer.control import connect, dial_data
+from kvxfer.errors import (
+    ClosedError,
+    KvxferError,
+    NotRegisteredError,
+    PeerClosedError,
+    PeerRestartedError,
+    PeerUnreachableError,
+    RemoteAccessError,
+    RemoteProtocolError,
+    TransportUnavailableError,
+)
+from kvxfer.handshake.frames import Frame, FrameKind
+from kvxfer.handshake.machine import Handshake, Role
+from kvxfer.log import get_logger
+from kvxfer.session import Pending, Session, split_number
+from kvxfer.transports.base import Endpoint, PeerLink, Transfer
+from kvxfer.types import AddressColumn, RegionDescriptor, Rights
+
+if TYPE_CHECKING:
+    import socket
+
+    from kvxfer.engine import TransferEngine
+
+__all__ = ["RemoteTable", "Segment"]
+
+REGIONS_MAX = 1 << 20
+
+
+class RemoteTable:
+    """A peer's regions at one moment, ascending in address: what rows are checked against before anything is sent."""
+
+    __slots__ = ("_by_name", "_end_ints", "_start_ints", "ends", "regions", "starts")
+
+    def __init__(self, regions: Sequence[RegionDescriptor]) -> None:
+        self.regions = tuple(sorted(regions, key=lambda region: region.address))
+        self._start_ints = [region.address for region in self.regions]
+        self._end_ints = [region.end for region in self.regions]
+        self.starts: AddressColumn = np.array(self._start_ints, np.int64)
+        self.ends: AddressColumn = np.array(self._end_ints, np.int64)
+        self._by_name = {region.name: region for region in self.regions if region.name}
+        if len(self.regions) > 1 and bool((self.starts[1:] < self.ends[:-1]).any()):
+            raise RemoteProtocolError("the peer's regions overlap.")
+
+    def find(self, address: int, nbytes: int) -> RegionDescriptor | None:
+        """Return the region that holds the whole range, or None."""
+        index = bisect_right(self._start_ints, address) - 1
+        if index < 0 or nbytes < 1 or nbytes > self._end_ints[index] - address:
+            return None
+        return self.regions[index]
+
+    def find_name(self, name: str) -> RegionDescriptor | None:
+        """Return the region of that name, or None."""
+        return self._by_name.get(name)
+
+
+class Segment:
+    """A peer's memory, opened by `TransferEngine.open_segment`. All methods may be called from any thread."""
+
+    def __init__(self, engine: TransferEngine, target: HostPort, transports: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._target = target
+        self.address = format_host_port(target.host, target.port)
+        self.wanted = transports
+        self.name = ""
+        self.generation = ""
+        self.passed_over: dict[str, str] = {}
+        """Transports that were preferred to the one in use, and why each was passed over."""
+        self._endpoints: list[Endpoint] = []
+        self._spare: list[str] = []
+        self._session: Session | None = None
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._table = RemoteTable(())
+        self._table_version = -1
+        self._transfers: set[Transfer] = set()
+        self._revocations: list[_Revocation] = []
+        self._revoked: set[int] = set()
+        self._void: KvxferError | None = None
+        self._lost: KvxferError | None = None
+
+    # What a user sees.
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that carries batches to this peer."""
+        return self._endpoints[0].transport if self._endpoints else ""
+
+    @property
+    def regions(self) -> tuple[RegionDescriptor, ...]:
+        """The peer's regions as last heard, ascending in address; `refresh` asks again."""
+        return self._table.regions
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the segment can be used; False once closed, or when the peer has restarted."""
+        return self._void is None
+
+    def region(self, name: str) -> RegionDescriptor:
+        """Return the peer's region of that name, asking the peer if it is not known yet."""
+        found = self._table.find_name(name)
+        if found is None:
+            self.refresh()
+            found = self._table.find_name(name)
+        if found is None:
+            names = sorted(region.name for region in self._table.regions if region.name)
+            raise NotRegisteredError(
+                f"{self.address} has no region named {name!r}; it has {names[:20] or 'no named region'}.",
+                remedy="Let the peer register it first (register(..., name=...)), or use one of these names.",
+                name=name,
+                peer=self.address,
+            )
+        return found
+
+    def refresh(self) -> None:
+        """Ask the peer for its regions."""
+        answer = self.session().ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
+        timeout_s = self._engine.config.handshake_timeout_s
+        self._take_regions(answer.result(timeout_s, "the question for its regions"))
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for a person: the transport, how it reaches the peer, why others were passed over."""
+        facts: dict[str, Any] = {"address": self.address, "name": self.name, "generation": self.generation}
+        facts |= {"transport": self.transport, "passed_over": dict(self.passed_over)}
+        return facts | {endpoint.transport: dict(endpoint.describe()) for endpoint in self._endpoints}
+
+    def close(self) -> None:
+        """Close the connections to this peer; batches still running fail. Tolerated twice."""
+        self._make_void(
+            ClosedError(f"the segment {self.address} was closed.", remedy="Open it again."), goodbye="segment closed"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.address} over {self.transport or 'nothing yet'}, {len(self.regions)} regions>"
+
+    # Connecting.
+
+    def session(self) -> Session:
+        """Return the live session, connecting anew where it is lost; raises why that fails."""
+        session = self._session
+        if session is not None and session.error is None:
+            return session
+        with self._connecting:
+            if self._void is not None:
+                raise self._void
+            if self._session is None or self._session.error is not None:
+                self._connect()
+            assert self._session is not None
+            return self._session
+
+    def _connect(self) -> None:
+        engine, config = self._engine, self._engine.config
+        now = time.monotonic()
+        deadline = now + config.connect_timeout_s
+        connection = connect(self._target, config, deadline)
+        machine = Handshake(
+            role=Role.INITIATOR,
+            generation=engine.generation,
+            name=engine.name,
+            nonce=os.urandom(16),
+            now=time.monotonic(),
+            deadline_s=config.handshake_timeout_s,
+            key=config.key,
+            expected_generation=self.generation or None,
+            transports=self.wanted,
+        )
+        session = Session(
+            connection,
+            self.address,
+            machine,
+            self,
+            engine.loop,
+            is_initiator=True,
+            keepalive_interval_s=config.keepalive_interval_s,
+            keepalive_timeout_s=config.keepalive_timeout_s,
+        )
+        try:
+            established = session.run_handshake(time.monotonic() + config.handshake_timeout_s)
+        except BaseException as exc:
+            session.reset(PeerClosedError(f"the handshake with {self.address} failed.", peer=self.address))
+            if isinstance(exc, PeerRestartedError):
+                self._make_void(self._restarted(exc))
+                raise self._void or exc from exc
+            raise
+        self._lost = None
+        self.generation = session.generation
+        self.name = established.peer.name
+        self.passed_over = dict(established.passed_over)
+        self._session = session
+        session.join_loop()
+        try:
+            answer = session.ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
+            self._take_regions(answer.result(config.handshake_timeout_s, "the question for its regions"))
+        except BaseException:
+            session.reset(PeerClosedError(f"{self.address} did not tell its regions.", peer=self.address))
+            raise
+        level = "warning" if self.passed_over and not engine.is_default_order(self.wanted) else "info"
+        getattr(get_logger(__name__), level)(
+            "segment.opened",
+            peer=self.address,
+            transport=self.transport,
+            passed_over=dict(self.passed_over),
+            region_count=len(self.regions),
+            elapsed_ms=round((time.monotonic() - now) * 1e3, 2),
+        )
+
+    def _restarted(self, exc: KvxferError) -> PeerRestartedError:
+        return PeerRestartedError(
+            f"another process answers at {self.address}: {exc.message}",
+            remedy="Open the segment again and ask the peer for its new addresses; those of the old process are void.",
+            peer=self.address,
+            **{name: value for name, value in exc.values.items() if name != "peer"},
+        )
+
+    # SessionOwner.
+
+    def card_for_peer(self, session: Session) -> dict[str, Any]:
+        return self._engine.card_for_peer(session)
+
+    def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """Try the wanted transports in order; the first that works is in use, later ones stay in reserve."""
+        offers = card.get("transports")
+        if not isinstance(offers, dict):
+            raise RemoteProtocolError(f"{self.address} sent a card without transports.", peer=self.address)
+        if self._endpoints and all(endpoint.transport in offers for endpoint in self._endpoints):
+            kept = [endpoint for endpoint in self._endpoints if endpoint.transport != "shm"]
+            if len(kept) == len(self._endpoints):
+                return self.transport, self.passed_over  # streams outlive the control connection
+        reasons: dict[str, str] = {}
+        remedies: list[str] = []
+        old, self._endpoints = self._endpoints, []
+        deadline = time.monotonic() + self._engine.config.handshake_timeout_s / 2
+        link = PeerLink(self.address, session.generation, self._dial, self._hang_up, self._deliver)
+        for position, name in enumerate(self.wanted):
+            if name not in offers:
+                theirs = card.get("passed_over", {}).get(name) if isinstance(card.get("passed_over"), dict) else None
+                reasons[name] = f"the peer does not offer it{f': {theirs}' if isinstance(theirs, str) else ''}"[:500]
+            try:
+                transport = self._engine.transport(name)
+                if name in reasons:
+                    continue
+                self._endpoints.append(transport.open_endpoint(offers[name], link, deadline))
+            except KvxferError as error:
+                reasons[name] = error.message
+                remedies.append(error.remedy)
+                continue
+            self._spare = [other for other in self.wanted[position + 1 :] if other == "tcp" and other in offers]
+            for other in self._spare:
+                self._endpoints.append(self._engine.transport(other).open_endpoint(offers[other], link, deadline))
+            for endpoint in old:
+                endpoint.close(PeerClosedError(f"{self.address} was connected anew.", peer=self.address))
+            return name, reasons
+        ours = ", ".join(self.wanted)
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise TransportUnavailableError(
+            f"no transport to {self.address} works. Wanted here: {ours}; offered there: {', '.join(offers) or 'none'}. {told}.",
+            remedy=" ".join(dict.fromkeys(remedies)) or "Allow a common transport on both sides (transports=...).",
+            reasons=reasons,
+            peer=self.address,
+        )
+
+    def frame_received(self, session: Session, frame: Frame) -> None:
+        if frame.kind is FrameKind.REVOKE:
+            number, body = split_number(frame)
+            ids = body.get("ids")
+            if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+                raise RemoteProtocolError(f"{self.address} took back regions {ids!r:.80}.", peer=self.address)
+            answer = {"number": number}
+            self._revoke(set(ids), lambda: _answer(session, FrameKind.REVOKED, answer))
+
+    def session_ended(self, session: Session, error: KvxferError) -> None:
+        if session is not self._session:
+            return
+        get_logger(__name__).info("segment.disconnected", peer=self.address, error=str(error))
+        self._lost = error
+        dead = isinstance(error, PeerUnreachableError)
+        for endpoint in self._endpoints:
+            if endpoint.transport == "shm" or dead:
+                endpoint.close(error)
+
+    # PeerLink.
+
+    def _dial(self, deadline: float) -> tuple[socket.socket, int]:
+        session = self.session()
+        token = session.card.get("data_token")
+        if not isinstance(token, str):
+            raise RemoteProtocolError(f"{self.address} gave no token for data connections.", peer=self.address)
+        return dial_data(self._target, self._engine.config, deadline, token=token, generation=self.generation)
+
+    def _hang_up(self, number: int, deadline: float) -> bool:
+        session = self._session
+        if session is None or session.error is not None:
+            return False
+        try:
+            pending = session.ask(FrameKind.ABORT, FrameKind.ABORTED, {"connection": number})
+            return pending.wait(deadline - time.monotonic())
+        except KvxferError:
+            return False
+
+    def _deliver(self, payload: bytes) -> Pending:
+        return self.session().ask(FrameKind.NOTIFY, FrameKind.NOTIFY_ACK, payload)
+
+    # Transfers.
+
+    def table(self) -> RemoteTable:
+        """Return the peer's regions as now known."""
+        return self._table
+
+    def begin(self, transfer: Transfer, table: RemoteTable) -> bool:
+        """Take a transfer on; False where the regions have changed since `table`, so that rows must be checked anew."""
+        with self._lock:
+            if self._void is not None:
+                raise self._void
+            if table is not self._table:
+                return False
+            self._transfers.add(transfer)
+            return True
+
+    def end(self, transfer: Transfer) -> None:
+        """A transfer has ended, one way or the other."""
+        with self._lock:
+            self._transfers.discard(transfer)
+            done = [one for one in self._revocations if one.discard(transfer)]
+            for one in done:
+                self._revocations.remove(one)
+        for one in done:
+            one.done()
+
+    def endpoint_for(self, regions: Sequence[RegionDescriptor]) -> Endpoint:
+        """Return the endpoint that reaches all these regions: the first in order of preference."""
+        if self._session is None or self._session.error is not None:
+            self.session()
+        first = self._endpoints[0]
+        refusals: dict[str, str] = {}
+        for endpoint in self._endpoints:
+            refusal = next((why for region in regions if (why := endpoint.unreachable(region))), None)
+            if refusal is None:
+                return endpoint
+            refusals[endpoint.transport] = refusal
+        raise TransportUnavailableError(
+            f"{first.transport} does not reach {regions[0]} of {self.address}: {refusals[first.transport]}.",
+            remedy="Let the peer use allocate() for that memory, or allow tcp (transports=...).",
+            reasons=refusals,
+            peer=self.address,
+        )
+
+    def raise_if_void(self) -> None:
+        """Raise why the segment cannot be used any more, if so."""
+        if self._void is not None:
+            raise self._void
+
+    def _take_regions(self, body: Mapping[str, Any]) -> None:
+        rows, version = body.get("regions"), body.get("version")
+        if not isinstance(rows, list) or len(rows) > REGIONS_MAX or not isinstance(version, int):
+            raise RemoteProtocolError(f"{self.address} told its regions as {str(body)[:80]}.", peer=self.address)
+        regions = [_region(row, self.address) for row in rows]
+        with self._lock:
+            if version >= self._table_version:
+                self._table_version = version
+                self._table = RemoteTable([region for region in regions if region.region_id not in self._revoked])
+
+    def _revoke(self, ids: set[int], done: Callable[[], None]) -> None:
+        """The peer takes regions back: no new transfer may use them, waiting ones fail, running ones end first."""
+        with self._lock:
+            self._revoked |= ids
+            self._table = RemoteTable([region for region in self._table.regions if region.region_id not in ids])
+            touched = {one for one in self._transfers if any(region.region_id in ids for region in one.regions)}
+            revocation = _Revocation(set(touched), done)
+            if touched:
+                self._revocations.append(revocation)
+        for endpoint in self._endpoints:
+            endpoint.forget(sorted(ids))
+        for transfer in touched:
+            if transfer.nbytes_moved == 0 and transfer.lock.acquire(blocking=False):
+                try:
+                    if not transfer.finished and transfer.nbytes_moved == 0:
+                        transfer.finish(
+                            RemoteAccessError(
+                                f"{self.address} has unregistered a region before the batch began.",
+                                remedy="Agree with the peer on who unregisters when.",
+                                peer=self.address,
+                            )
+                        )
+                finally:
+                    transfer.lock.release()
+        if not touched:
+            done()
+
+    def _make_void(self, error: KvxferError, goodbye: str = "") -> None:
+        with self._lock:
+            if self._void is not None:
+                return
+            self._void = error
+            session = self._session
+            transfers = list(self._transfers)
+        for endpoint in self._endpoints:
+            endpoint.close(error)
+        for transfer in transfers:
+            transfer.stop = transfer.stop or error
+        if session is not None and goodbye:
+            session.close(goodbye)
+        self._engine.forget_segment(self)
+
+    def abandon(self) -> None:
+        """In a forked child: close the copy of the session's descriptor only."""
+        if self._session is not None:
+            self._session.abandon()
+
+
+class _Revocation:
+    """Regions that the peer takes back, and the transfers that must end before it is told so."""
+
+    def __init__(self, transfers: set[Transfer], done: Callable[[], None]) -> None:
+        self._transfers = transfers
+        self.done = done
+
+    def discard(self, transfer: Transfer) -> bool:
+        """Whether this was the last one."""
+        if transfer not in self._transfers:
+            return False
+        self._transfers.discard(transfer)
+        return not self._transfers
+
+
+def _answer(session: Session, kind: FrameKind, body: Mapping[str, Any]) -> None:
+    with contextlib.suppress(KvxferError):  # a session that is over needs no answer
+        session.send(kind, json.dumps(body).encode())
+
+
+def _region(row: Any, peer: str) -> RegionDescriptor:
+    """Return one region of the peer's list, checked: it came over the wire."""
+    try:
+        region_id, name, address, nbytes, rights, keys = row
+        numbers_fit = all(type(one) is int for one in (region_id, address, nbytes, rights))
+        if not (numbers_fit and isinstance(name, str) and isinstance(keys, dict)):
+            raise ValueError(row)
+        if not (address >= 0 and nbytes > 0 and address + nbytes < 2**63 and 0 <= rights <= 3 and len(name) <= 1024):
+            raise ValueError(row)
+        checked = {str(key): value for key, value in keys.items() if isinstance(value, dict)}
+    except (ValueError, TypeError):
+        raise RemoteProtocolError(f"{peer} describes a region as {str(row)[:120]}.", peer=peer) from None
+    return RegionDescriptor(region_id, name, address, nbytes, Rights(rights), checked)

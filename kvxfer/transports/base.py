@@ -1,0 +1,210 @@
+"""What every transport is: `Transport` (one per engine), `Endpoint` (one per peer), `Transfer` (one per batch).
+
+A transfer's life: the engine checks every row, makes a `Transfer` and hands it to `Endpoint.post`; whoever waits calls
+`Endpoint.progress` under the transfer's lock until it is finished. Nothing moves behind the caller's back.
+
+What a finished transfer promises. Without error: every byte of every row is in place at its destination, and the
+notification, if any, was handed to the peer after them. With an error: from the moment it can be seen, not one byte
+more is written on either side on account of this transfer.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+from kvxfer.errors import KvxferError
+from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
+
+if TYPE_CHECKING:
+    import socket
+
+    from kvxfer.config import EngineConfig
+
+__all__ = ["Delivery", "Endpoint", "PeerLink", "Transfer", "Transport"]
+
+
+class Transfer:
+    """The work of one batch: columns of rows, how far it is, how it ended.
+
+    local, remote, nbytes: shape (n,), int64, joined where adjacent; `first_row[i]` is the caller's row that slice i
+    begins with.
+    nbytes_done: known to be in place. nbytes_moved: handed to the medium or taken from it, to see whether it moves.
+    slices_left: after a failure, the slices that are not wholly in place (None: none is known to be).
+    region_rows gives for each slice its place in `regions`, the peer's regions as they were at submit.
+    A batch of one row keeps its three numbers as they are, in `single`, and makes columns only if asked.
+    """
+
+    __slots__ = (
+        "_columns",
+        "error",
+        "finished",
+        "first_row",
+        "lock",
+        "nbytes_done",
+        "nbytes_moved",
+        "nbytes_total",
+        "notify",
+        "on_finish",
+        "opcode",
+        "region_rows",
+        "regions",
+        "row_count",
+        "single",
+        "slices_left",
+        "stop",
+        "work",
+    )
+
+    def __init__(
+        self,
+        opcode: Opcode,
+        regions: Sequence[RegionDescriptor],
+        *,
+        single: tuple[int, int, int] | None = None,
+        columns: tuple[AddressColumn, AddressColumn, AddressColumn] | None = None,
+        region_rows: AddressColumn | None = None,
+        first_row: AddressColumn | None = None,
+        row_count: int = 1,
+        notify: bytes | None = None,
+    ) -> None:
+        self.opcode = opcode
+        self.regions = regions
+        self.single = single
+        self._columns = columns
+        self.region_rows = region_rows
+        self.first_row = first_row
+        self.row_count = row_count
+        self.notify = notify
+        self.nbytes_total = single[2] if single is not None else int(columns[2].sum()) if columns is not None else 0
+        self.nbytes_done = 0
+        self.nbytes_moved = 0
+        self.slices_left: AddressColumn | None = None
+        self.work: Any = None
+        self.lock = threading.Lock()
+        self.stop: KvxferError | None = None
+        self.error: KvxferError | None = None
+        self.finished = False
+        self.on_finish: Callable[[Transfer], None] | None = None
+
+    @property
+    def columns(self) -> tuple[AddressColumn, AddressColumn, AddressColumn]:
+        """The rows as three columns: local addresses, remote addresses, byte counts."""
+        if self._columns is None:
+            assert self.single is not None
+            local, remote, nbytes = np.array([[value] for value in self.single], np.int64)
+            self._columns = (local, remote, nbytes)
+        return self._columns
+
+    def finish(self, error: KvxferError | None = None) -> None:
+        """Set the one and only end of this transfer; the caller holds `lock`."""
+        assert not self.finished, "a transfer ends once"
+        if error is None:
+            self.nbytes_done = self.nbytes_total
+        self.error = error
+        self.work = None
+        self.finished = True
+        if self.on_finish is not None:
+            self.on_finish(self)
+
+
+class Delivery(Protocol):
+    """A notification on its way to the peer by the control connection."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the peer has it; raises what went wrong."""
+
+    def abandon(self) -> None:
+        """Make sure that the peer does not take it any more."""
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """What an endpoint may ask of the control plane about its peer."""
+
+    label: str
+    generation: str
+    dial: Callable[[float], tuple[socket.socket, int]]
+    """Open an authenticated data connection to the peer before a deadline (monotonic seconds), and say its number."""
+    hang_up: Callable[[int, float], bool]
+    """Have the peer drop the data connection of that number; True once it has said so, False at the deadline."""
+    deliver: Callable[[bytes], Delivery]
+    """Begin to hand a notification to the peer over the control connection."""
+
+
+class Endpoint(ABC):
+    """This process's side of one peer, for one transport. All methods may be called from any thread."""
+
+    transport: ClassVar[str]
+
+    @abstractmethod
+    def unreachable(self, region: RegionDescriptor) -> str | None:
+        """Return why this endpoint cannot reach `region`, or None where it can. Cheap: called for each batch."""
+
+    @abstractmethod
+    def post(self, transfer: Transfer) -> None:
+        """Take the transfer on and start it as far as that does not block."""
+
+    @abstractmethod
+    def progress(self, transfer: Transfer, until: float) -> None:
+        """Move the transfer until it is finished or until `until` (monotonic seconds; 0.0: what can be done at once).
+
+        The caller holds `transfer.lock`. Returns early when `transfer.stop` is set. Finishes the transfer, with an
+        error where the medium failed.
+        """
+
+    @abstractmethod
+    def abort(self, transfer: Transfer, deadline: float) -> None:
+        """Give the transfer up; when this returns not one byte more is written. The caller holds `transfer.lock` and
+        finishes the transfer with its error afterwards."""
+
+    def forget(self, region_ids: Sequence[int]) -> None:  # noqa: B027  most transports hold nothing for a region
+        """The peer took these regions back: drop what was held for them."""
+
+    def reap(self, now: float) -> None:  # noqa: B027  most transports have nothing idle
+        """Close what has been idle for longer than the configuration allows."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Facts for a person: streams, mappings, the way memory is reached."""
+        return {}
+
+    @abstractmethod
+    def close(self, error: KvxferError) -> None:
+        """Drop the peer; transfers still running end with `error` when they are next looked at."""
+
+
+class Transport(ABC):
+    """One medium in one engine: what it offers to peers, and how peers are reached over it."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, config: EngineConfig) -> Probe:
+        """Say whether the medium can be used on this machine, and if not, why and what to do. Loads what it needs
+        only here; never raises."""
+
+    @abstractmethod
+    def card(self) -> dict[str, Any]:
+        """Return what a peer must know to reach this engine: plain JSON values."""
+
+    @abstractmethod
+    def register(self, address: int, nbytes: int, *, rights: Rights) -> dict[str, Any]:
+        """Make memory reachable and return what a peer needs for it: plain JSON values; all or nothing."""
+
+    @abstractmethod
+    def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:
+        """Undo `register`."""
+
+    @abstractmethod
+    def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:
+        """Reach the peer that `card` describes; raises TransportUnavailableError with the reason where that fails."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; tolerated twice."""

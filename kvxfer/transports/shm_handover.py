@@ -1,0 +1,246 @@
+"""Hand descriptors of shared memory to peers on the same host, over a Unix socket.
+
+The socket is abstract (unix(7)): it has no file, so nothing is left behind by a killed process, and it exists in one
+network namespace only, which makes reaching it the proof that two engines share a host. A peer shows the token that it
+was given in the handshake and must run as the same user (SO_PEERCRED); it asks for files and gets descriptors with just
+the rights of the region: read-only where the region is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hmac
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.errors import PeerClosedError, RemoteProtocolError, TransportUnavailableError
+from kvxfer.transports.loop import Loop
+
+__all__ = ["HandoverClient", "HandoverServer", "SharedFile"]
+
+MESSAGE_NBYTES_MAX = 4096
+CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid (unix(7))
+SEAL_NEEDED = fcntl.F_SEAL_SHRINK
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """A file that may be handed over: how to open it anew, and where the region begins in it."""
+
+    reopen: Callable[[], int]
+    offset: int
+    nbytes: int
+
+
+class HandoverServer:
+    """The listening side, in the control loop: one short message in, one with a descriptor out."""
+
+    def __init__(self, token: bytes, find: Callable[[int], SharedFile | None]) -> None:
+        self.name = "kvxfer-" + token[:8].hex()
+        self._token = token.hex()
+        self._find = find
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(128)
+        self._loop: Loop | None = None
+        self._clients: set[_Client] = set()
+
+    def serve(self, loop: Loop) -> None:
+        """Begin to answer; in the loop's thread."""
+        self._loop = loop
+        loop.add(self)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ready(self, events: int, now: float) -> bool:
+        assert self._loop is not None
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            connection, _ = self._socket.accept()
+            connection.setblocking(False)
+            _, uid, _ = CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            )
+            if uid != os.geteuid():
+                self._refuse(connection, f"it runs as user {uid}, this engine as user {os.geteuid()}")
+                return True
+            client = _Client(connection, self)
+            self._clients.add(client)
+            self._loop.add(client)
+        return True
+
+    def timer(self, now: float) -> None:
+        pass
+
+    def failed(self, error: BaseException) -> None:
+        self.close()
+
+    def answer(self, request: bytes) -> tuple[dict[str, Any], int | None]:
+        """Return the answer to one request and the descriptor that goes with it."""
+        try:
+            message = json.loads(request)
+            token, file_id = message["token"], message.get("file")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {"error": "the request is not understood"}, None
+        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token.encode()):
+            return {"error": "the token is not the one given in the handshake"}, None
+        if file_id is None:
+            return {"ok": True}, None
+        file = self._find(file_id) if isinstance(file_id, int) else None
+        if file is None:
+            return {"error": f"file {file_id!r} is not shared (any more)"}, None
+        try:
+            return {"ok": True, "offset": file.offset, "nbytes": file.nbytes}, file.reopen()
+        except OSError as exc:
+            return {"error": f"the descriptor cannot be opened: {exc.strerror}"}, None
+
+    def close(self) -> None:
+        """Stop answering; in the loop's thread, or when there is no loop any more."""
+        for client in list(self._clients):
+            self.drop(client)
+        if self._loop is not None:
+            self._loop.remove(self)
+        self._socket.close()
+
+    def drop(self, client: _Client) -> None:
+        """Forget one peer's connection."""
+        self._clients.discard(client)
+        if self._loop is not None:
+            self._loop.remove(client)
+        client.connection.close()
+
+    def _refuse(self, connection: socket.socket, why: str) -> None:
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps({"error": why}).encode())
+        connection.close()
+
+
+class _Client:
+    def __init__(self, connection: socket.socket, server: HandoverServer) -> None:
+        self.connection = connection
+        self._server = server
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def ready(self, events: int, now: float) -> bool:
+        try:
+            request = self.connection.recv(MESSAGE_NBYTES_MAX)
+        except BlockingIOError:
+            return False
+        except OSError:
+            request = b""
+        if not request:
+            self._server.drop(self)
+            return True
+        answer, fd = self._server.answer(request)
+        try:
+            socket.send_fds(self.connection, [json.dumps(answer).encode()], [] if fd is None else [fd])
+        except OSError:
+            self._server.drop(self)
+        finally:
+            if fd is not None:
+                os.close(fd)
+        return True
+
+    def timer(self, now: float) -> None:
+        pass
+
+    def failed(self, error: BaseException) -> None:
+        self._server.drop(self)
+
+
+class HandoverClient:
+    """The asking side: knows the peer's process, and maps its files."""
+
+    def __init__(self, name: str, token: str, label: str, deadline: float) -> None:
+        self._label = label
+        self._token = token
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self._socket.connect("\0" + name)
+            self.pid, self.uid, _ = CREDENTIALS.unpack(
+                self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            )
+            self._ask(None, deadline)
+        except OSError as exc:
+            self._socket.close()
+            refused = exc.errno == errno.ECONNREFUSED
+            reason = "it is on another host or in another network namespace" if refused else os.strerror(exc.errno or 0)
+            raise TransportUnavailableError(
+                f"the shared-memory socket of {label} does not answer from here: {reason}.",
+                remedy="On one host, give both processes the same network namespace (docker run --network host, or one "
+                "pod) to use shm; over a network this is as it should be.",
+                peer=label,
+                errno=exc.errno,
+            ) from exc
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def map_file(self, file_id: int, *, writable: bool, deadline: float) -> npt.NDArray[np.uint8]:
+        """Map a file of the peer: uint8, shape (nbytes of the region,). The mapping lives as long as the array."""
+        answer, fds = self._ask(file_id, deadline)
+        if len(fds) != 1:
+            self._close_all(fds)
+            raise RemoteProtocolError(f"{self._label} sent {len(fds)} descriptors where one was asked for.")
+        fd = fds[0]
+        try:
+            offset, nbytes = answer.get("offset"), answer.get("nbytes")
+            if not (isinstance(offset, int) and isinstance(nbytes, int) and offset >= 0 and nbytes > 0):
+                raise RemoteProtocolError(f"{self._label} described shared file {file_id} as {answer!r:.200}.")
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEAL_NEEDED or os.fstat(fd).st_size < offset + nbytes:
+                raise RemoteProtocolError(
+                    f"{self._label} handed over a file that is not sealed against shrinking, or too short: mapping it "
+                    "could kill this process."
+                )
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            whole = mmap.mmap(fd, offset + nbytes, mmap.MAP_SHARED, protection)
+            return np.frombuffer(whole, np.uint8, count=nbytes, offset=offset)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the socket; mappings stay until their arrays are gone."""
+        self._socket.close()
+
+    def _ask(self, file_id: int | None, deadline: float) -> tuple[dict[str, Any], list[int]]:
+        request = {"token": self._token} if file_id is None else {"token": self._token, "file": file_id}
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._socket.send(json.dumps(request).encode())
+        data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
+        if not data:
+            self._close_all(fds)
+            raise PeerClosedError(f"{self._label} closed its shared-memory socket.", peer=self._label)
+        try:
+            answer = json.loads(data)
+            error = answer.get("error")
+        except (ValueError, AttributeError, RecursionError):
+            self._close_all(fds)
+            raise RemoteProtocolError(f"{self._label} answered {data!r:.100} on its shared-memory socket.") from None
+        if error is not None:
+            self._close_all(fds)
+            raise TransportUnavailableError(
+                f"{self._label} does not share memory with this process: {str(error)[:200]}.",
+                remedy="Run both processes as the same user, or use tcp.",
+                peer=self._label,
+            )
+        return answer, list(fds)
+
+    @staticmethod
+    def _close_all(fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,343 @@
+"""The serving side of tcp: answers the requests of peers on data connections, in threads that sleep in a selector.
+
+A request is checked, every row of it, before the first byte is applied; a refused one is answered with the reason and
+its payload is thrown away, so that the connection stays in step. Bytes go straight from the socket into the region and
+back, a window at a time, and a connection that is slow or silent holds up no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from kvxfer.config import EngineConfig
+from kvxfer.errors import KvxferError, RemoteProtocolError, UsageError
+from kvxfer.log import get_logger
+from kvxfer.system.calls import MSG_DONTWAIT, Messenger
+from kvxfer.system.iovec import IovecCursor, SingleCursor
+from kvxfer.transports.loop import READABLE, WRITABLE, Loop
+from kvxfer.transports.tcp_wire import (
+    COLUMN_DTYPE,
+    OK,
+    REFUSED,
+    REQUEST_NBYTES,
+    Request,
+    Response,
+    pack_refusal,
+)
+from kvxfer.types import AddressColumn, Opcode
+
+__all__ = ["DataService", "Gate"]
+
+WINDOW_NBYTES = 4 << 20
+"""How much one connection may move before the thread looks at the others: about 1 ms."""
+DISCARD_NBYTES = 1 << 16
+
+
+class Gate(Protocol):
+    """What the serving side asks of the engine."""
+
+    def admit(self, opcode: Opcode, addresses: AddressColumn, nbytes: AddressColumn) -> Callable[[], None]:
+        """Check rows against the registered regions and their rights and pin these; returns the unpin call. Raises
+        UsageError naming the row."""
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Hand a notification to the application."""
+
+
+class DataService:
+    """The data connections of one engine and the threads that serve them; threads start with the first connection."""
+
+    def __init__(self, config: EngineConfig, gate: Gate) -> None:
+        self._config = config
+        self.gate = gate
+        self._lock = threading.Lock()
+        self._loops: list[Loop] = []
+        self._connections: dict[int, _DataConnection] = {}
+        self._closed = False
+
+    def adopt(self, connection: socket.socket, number: int, peer: str) -> None:
+        """Serve an authenticated data connection; from any thread. Closes it where the limit is reached."""
+        with self._lock:
+            if self._closed or len(self._connections) >= self._config.tcp_connections_max:
+                connection.close()
+                return
+            if len(self._loops) < self._config.tcp_service_threads:
+                self._loops.append(Loop(f"kvxfer-data-{len(self._loops)}", spin_s=self._config.spin_s))
+                self._loops[-1].start()
+            loop = self._loops[len(self._connections) % len(self._loops)]
+            served = _DataConnection(connection, number, peer, loop, self, self._config.notify_nbytes_max)
+            self._connections[number] = served
+        loop.call_soon(lambda: loop.add(served))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next connection would be refused."""
+        return self.connection_count >= self._config.tcp_connections_max
+
+    @property
+    def connection_count(self) -> int:
+        """How many data connections are open."""
+        return len(self._connections)
+
+    def next_number(self) -> int:
+        """Return a number for a new connection."""
+        return secrets.randbits(62)  # nobody can name, and hang up, a connection that is not its own
+
+    def hang_up(self, number: int, done: Callable[[], None]) -> None:
+        """Drop a connection, then call `done` in its thread: from then on nothing is written on its account."""
+        with self._lock:
+            connection = self._connections.get(number)
+        if connection is None:
+            done()
+            return
+
+        def drop() -> None:
+            connection.close()
+            done()
+
+        connection.loop.call_soon(drop)
+
+    def forget(self, number: int) -> None:
+        """A connection has closed itself."""
+        with self._lock:
+            self._connections.pop(number, None)
+
+    def close(self, timeout_s: float) -> None:
+        """Drop all connections and end the threads."""
+        with self._lock:
+            self._closed = True
+            connections, loops = list(self._connections.values()), list(self._loops)
+            self._loops.clear()
+        for connection in connections:
+            connection.loop.call_soon(connection.close)
+        for loop in loops:
+            loop.close(timeout_s)
+        for connection in connections:
+            connection.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors, say nothing to anybody."""
+        for connection in self._connections.values():
+            connection.abandon()
+        for loop in self._loops:
+            loop.abandon()
+
+
+class _DataConnection:
+    """One data connection: a state is a method that is called when the socket is ready."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        number: int,
+        peer: str,
+        loop: Loop,
+        service: DataService,
+        notify_nbytes_max: int,
+    ) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._fd = connection.fileno()
+        self._number = number
+        self._peer = peer
+        self.loop = loop
+        self._service = service
+        self._notify_nbytes_max = notify_nbytes_max
+        self._messenger = Messenger()
+        self._header = bytearray(REQUEST_NBYTES)
+        self._header_array = np.frombuffer(self._header, np.uint8)
+        self._header_cursor = SingleCursor()
+        self._row_cursor = SingleCursor()
+        self._scratch: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self._release: Callable[[], None] | None = None
+        self._closed = False
+        self._watching = READABLE
+        self._await_request()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ready(self, events: int, now: float) -> bool:
+        del events, now
+        try:
+            while self._step():
+                pass
+        except RemoteProtocolError as error:
+            get_logger(__name__).warning("data.protocol_broken", peer=self._peer, error=str(error))
+            self.close()
+        return True
+
+    def timer(self, now: float) -> None:
+        pass
+
+    def failed(self, error: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection and what it holds; in its loop's thread, or when that has ended. Tolerated twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.loop.remove(self)
+        self._socket.close()
+        self._let_go()
+        self._service.forget(self._number)
+
+    def abandon(self) -> None:
+        """In a forked child: close the copy of the descriptor only."""
+        with contextlib.suppress(OSError):
+            os.close(self._socket.detach())
+
+    # One step: False when the socket has no more for us now.
+
+    def _await_request(self) -> None:
+        self._header_cursor.reset(int(self._header_array.ctypes.data), REQUEST_NBYTES)
+        self._cursor: IovecCursor | SingleCursor = self._header_cursor
+        self._is_sending = False
+        self._then: Callable[[], None] = self._on_header
+
+    def _step(self) -> bool:
+        if self._closed:
+            return False
+        pointer, count = self._cursor.window(WINDOW_NBYTES)
+        if self._is_sending:
+            moved = self._messenger.send(self._fd, pointer, count, MSG_DONTWAIT)
+        else:
+            moved = self._messenger.receive(self._fd, pointer, count, MSG_DONTWAIT)
+        if moved <= 0:
+            if moved == -errno.EAGAIN:
+                self._watch(WRITABLE if self._is_sending else READABLE)
+            elif moved != -errno.EINTR:
+                self.close()  # the peer has closed or reset the connection: its batch has failed on its side
+            return False
+        self._cursor.advance(moved)
+        if not self._cursor.is_done:
+            self._watch(WRITABLE if self._is_sending else READABLE)
+            return False  # the selector calls again if there is more: others have their turn
+        self._then()
+        return not self._closed and (self._is_sending or self._cursor is not self._header_cursor)
+
+    def _watch(self, events: int) -> None:
+        if events != self._watching:
+            self._watching = events
+            self.loop.watch(self, events)
+
+    def _receive(self, cursor: IovecCursor | SingleCursor, then: Callable[[], None]) -> None:
+        self._cursor, self._is_sending, self._then = cursor, False, then
+        self._watch(READABLE)
+
+    def _send(self, cursor: IovecCursor | SingleCursor, then: Callable[[], None]) -> None:
+        self._cursor, self._is_sending, self._then = cursor, True, then
+
+    # The states.
+
+    def _on_header(self) -> None:
+        request = Request.unpack(self._header, self._notify_nbytes_max)
+        self._request = request
+        self._notify: bytearray | None = bytearray(request.notify_nbytes) if request.has_notify else None
+        self._columns: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
+        if request.row_count == 1 and not request.notify_nbytes:
+            self._on_rows()
+            return
+        parts: list[tuple[int, int]] = []
+        if request.row_count > 1:
+            self._columns = np.empty((2, request.row_count), COLUMN_DTYPE)
+            parts.append((int(self._columns.ctypes.data), self._columns.nbytes))
+        if self._notify:
+            self._notify_array = np.frombuffer(self._notify, np.uint8)
+            parts.append((int(self._notify_array.ctypes.data), len(self._notify)))
+        base, nbytes = np.array(parts, np.int64).T
+        self._receive(IovecCursor(base, nbytes), self._on_rows)
+
+    def _on_rows(self) -> None:
+        request = self._request
+        opcode = Opcode(request.opcode)
+        if self._columns is None:
+            addresses, nbytes = np.array([request.address]), np.array([request.nbytes])
+        else:
+            addresses, nbytes = self._columns
+        try:
+            self._check_sum(nbytes, request.payload_nbytes)
+            self._release = self._service.gate.admit(opcode, addresses, nbytes)
+        except UsageError as error:
+            self._refuse(error)
+            return
+        if self._columns is None:
+            self._row_cursor.reset(request.address, request.nbytes)
+            rows: IovecCursor | SingleCursor = self._row_cursor
+        elif opcode is Opcode.WRITE:
+            rows = IovecCursor(addresses, nbytes)
+        if opcode is Opcode.WRITE:
+            self._receive(rows, self._on_written)
+            return
+        head = self._keep(Response(OK, request.number, request.payload_nbytes).pack())
+        self._send(
+            IovecCursor(np.concatenate(([int(head.ctypes.data)], addresses)), np.concatenate(([head.nbytes], nbytes))),
+            self._on_answered,
+        )
+
+    @staticmethod
+    def _check_sum(nbytes: AddressColumn, payload_nbytes: int) -> None:
+        if int(nbytes.min()) < 1 or int(nbytes.max()) > payload_nbytes or int(nbytes.sum()) != payload_nbytes:
+            raise RemoteProtocolError(f"rows of {int(nbytes.sum())} bytes in a request of {payload_nbytes}.")
+
+    def _on_written(self) -> None:
+        self._let_go()
+        if self._notify is not None:
+            if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.close()  # the peer has given the batch up: it must not be announced
+                return
+            self._service.gate.notify(self._peer, bytes(self._notify))
+        self._answer(Response(OK, self._request.number, 0).pack())
+
+    def _refuse(self, error: KvxferError) -> None:
+        text = pack_refusal(error)
+        answer = Response(REFUSED, self._request.number, len(text)).pack() + text
+        get_logger(__name__).warning("data.request_refused", peer=self._peer, error=str(error))
+        if self._request.opcode == Opcode.READ:
+            self._answer(answer)
+            return
+        self._discard_left = self._request.payload_nbytes
+        self._refusal = answer
+        self._discard()
+
+    def _discard(self) -> None:
+        """Receive the payload of a refused WRITE into nowhere, then answer."""
+        if self._discard_left == 0:
+            self._answer(self._refusal)
+            return
+        if self._scratch is None:
+            self._scratch = np.empty(DISCARD_NBYTES, np.uint8)
+        part = min(DISCARD_NBYTES, self._discard_left)
+        self._discard_left -= part
+        self._row_cursor.reset(int(self._scratch.ctypes.data), part)
+        self._receive(self._row_cursor, self._discard)
+
+    def _answer(self, data: bytes) -> None:
+        array = self._keep(data)
+        self._row_cursor.reset(int(array.ctypes.data), array.nbytes)
+        self._send(self._row_cursor, self._on_answered)
+
+    def _on_answered(self) -> None:
+        self._let_go()
+        self._columns = None
+        self._watch(READABLE)
+        self._await_request()
+
+    def _keep(self, data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        self._answer_bytes = np.frombuffer(data, np.uint8)
+        return self._answer_bytes
+
+    def _let_go(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
