@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -41,6 +40,16 @@ class TransferBatch:
         self._transfer = transfer
         self._started = started
         self._deadline = deadline
+
+    def start(self) -> None:
+        """Hand the transfer to its endpoint; called once, by the engine."""
+        transfer = self._transfer
+        with transfer.lock:
+            try:
+                self._endpoint.post(transfer)
+            except BaseException as exc:
+                self._give_up(exc)
+                raise
 
     @property
     def transport(self) -> str:
@@ -135,6 +144,8 @@ class TransferBatch:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> TransferBatch:
+        import asyncio  # noqa: PLC0415  22 ms that `import kvxfer` need not pay
+
         try:
             return await asyncio.get_running_loop().run_in_executor(None, self.wait)
         except asyncio.CancelledError:
@@ -152,14 +163,18 @@ class TransferBatch:
             if transfer.stop is None:
                 self._endpoint.progress(transfer, until)
         except BaseException as exc:
-            if not transfer.finished:  # Ctrl-C, or a bug: either way nothing may go on writing
-                self._fail(TransferCancelledError(f"{self} was given up: {exc!r}."))
+            self._give_up(exc)
             raise
         if not transfer.finished:
             if transfer.stop is not None:
                 self._fail(transfer.stop)
             elif time.monotonic() >= deadline:
                 self._fail(self._timeout_error())
+
+    def _give_up(self, cause: BaseException) -> None:
+        """Ctrl-C, or a bug: either way nothing may go on writing."""
+        if not self._transfer.finished:
+            self._fail(TransferCancelledError(f"{self} was given up: {cause!r}."))
 
     def _fail(self, error: KvxferError) -> None:
         self._endpoint.abort(self._transfer, time.monotonic() + LOOK_S)

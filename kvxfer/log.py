@@ -8,9 +8,8 @@ that prints results on stdout stays clean.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
-
-import structlog
 
 __all__ = ["EVENTS", "Logger", "get_logger"]
 
@@ -61,7 +60,8 @@ class Logger:
         self._emit(logging.ERROR, "error", event, fields)
 
     def _emit(self, level: int, method: str, event: str, fields: dict[str, Any]) -> None:
-        if structlog.is_configured():
+        structlog = sys.modules.get("structlog")  # an application that configures it has imported it
+        if structlog is not None and structlog.is_configured():
             getattr(structlog.get_logger(self._name), method)(event, **fields)
         elif self._plain.isEnabledFor(level):
             told = " ".join(

@@ -34,9 +34,10 @@ from kvxfer.errors import (
 from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
+from kvxfer.memory.regions import RegionTable
 from kvxfer.session import Pending, Session, split_number
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer
-from kvxfer.types import AddressColumn, RegionDescriptor, Rights
+from kvxfer.types import AddressColumn, Opcode, RegionDescriptor, Rights
 
 if TYPE_CHECKING:
     import socket
@@ -78,8 +79,11 @@ class RemoteTable:
 class Segment:
     """A peer's memory, opened by `TransferEngine.open_segment`. All methods may be called from any thread."""
 
-    def __init__(self, engine: TransferEngine, target: HostPort, transports: tuple[str, ...]) -> None:
+    def __init__(
+        self, engine: TransferEngine, table: RegionTable, target: HostPort, transports: tuple[str, ...]
+    ) -> None:
         self._engine = engine
+        self._local_table = table
         self._target = target
         self.address = format_host_port(target.host, target.port)
         self.wanted = transports
@@ -92,7 +96,8 @@ class Segment:
         self._session: Session | None = None
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
-        self._table = RemoteTable(())
+        self.table = RemoteTable(())
+        """The peer's regions as now known."""
         self._table_version = -1
         self._transfers: set[Transfer] = set()
         self._revocations: list[_Revocation] = []
@@ -110,7 +115,7 @@ class Segment:
     @property
     def regions(self) -> tuple[RegionDescriptor, ...]:
         """The peer's regions as last heard, ascending in address; `refresh` asks again."""
-        return self._table.regions
+        return self.table.regions
 
     @property
     def is_open(self) -> bool:
@@ -119,12 +124,12 @@ class Segment:
 
     def region(self, name: str) -> RegionDescriptor:
         """Return the peer's region of that name, asking the peer if it is not known yet."""
-        found = self._table.find_name(name)
+        found = self.table.find_name(name)
         if found is None:
             self.refresh()
-            found = self._table.find_name(name)
+            found = self.table.find_name(name)
         if found is None:
-            names = sorted(region.name for region in self._table.regions if region.name)
+            names = sorted(region.name for region in self.table.regions if region.name)
             raise NotRegisteredError(
                 f"{self.address} has no region named {name!r}; it has {names[:20] or 'no named region'}.",
                 remedy="Let the peer register it first (register(..., name=...)), or use one of these names.",
@@ -323,35 +328,53 @@ class Segment:
 
     # Transfers.
 
-    def table(self) -> RemoteTable:
-        """Return the peer's regions as now known."""
-        return self._table
-
     def begin(self, transfer: Transfer, table: RemoteTable) -> bool:
-        """Take a transfer on; False where the regions have changed since `table`, so that rows must be checked anew."""
+        """Take a transfer on, pin what it uses here; False where the peer's regions have changed since `table`, so that
+        its rows must be checked anew."""
+        self._local_table.acquire(transfer.used, "local")
         with self._lock:
-            if self._void is not None:
-                raise self._void
-            if table is not self._table:
-                return False
-            self._transfers.add(transfer)
-            return True
+            if table is self.table and self._void is None:
+                self._transfers.add(transfer)
+                return True
+        self._local_table.release(transfer.used, "local")
+        self.raise_if_void()
+        return False
 
     def end(self, transfer: Transfer) -> None:
         """A transfer has ended, one way or the other."""
+        self._local_table.release(transfer.used, "local")
         with self._lock:
             self._transfers.discard(transfer)
+            if not self._revocations:
+                return
             done = [one for one in self._revocations if one.discard(transfer)]
             for one in done:
                 self._revocations.remove(one)
         for one in done:
             one.done()
 
-    def endpoint_for(self, regions: Sequence[RegionDescriptor]) -> Endpoint:
+    def copy_row(self, opcode: Opcode, local: int, remote: int, nbytes: int) -> bool:
+        """Move one short row here and now, without a batch; False where that is not possible or something is wrong,
+        which the long way then finds out."""
+        here = self._local_table.snapshot().find(local, nbytes)
+        table = self.table
+        there = table.find(remote, nbytes)
+        if here is None or there is None or not there.rights.allows(opcode) or not self._endpoints:
+            return False
+        if opcode is Opcode.READ and here.view.read_only:
+            return False
+        with self._local_table.guard:
+            if not here.is_live or table is not self.table or self._void is not None:
+                return False
+            return self._endpoints[0].copy_row(opcode, local, remote, nbytes, there)
+
+    def endpoint_for(self, regions: tuple[RegionDescriptor, ...]) -> Endpoint:
         """Return the endpoint that reaches all these regions: the first in order of preference."""
         if self._session is None or self._session.error is not None:
             self.session()
         first = self._endpoints[0]
+        if len(regions) == 1 and first.unreachable(regions[0]) is None:
+            return first
         refusals: dict[str, str] = {}
         for endpoint in self._endpoints:
             refusal = next((why for region in regions if (why := endpoint.unreachable(region))), None)
@@ -378,17 +401,19 @@ class Segment:
         with self._lock:
             if version >= self._table_version:
                 self._table_version = version
-                self._table = RemoteTable([region for region in regions if region.region_id not in self._revoked])
+                self.table = RemoteTable([region for region in regions if region.region_id not in self._revoked])
 
     def _revoke(self, ids: set[int], done: Callable[[], None]) -> None:
         """The peer takes regions back: no new transfer may use them, waiting ones fail, running ones end first."""
         with self._lock:
             self._revoked |= ids
-            self._table = RemoteTable([region for region in self._table.regions if region.region_id not in ids])
+            self.table = RemoteTable([region for region in self.table.regions if region.region_id not in ids])
             touched = {one for one in self._transfers if any(region.region_id in ids for region in one.regions)}
             revocation = _Revocation(set(touched), done)
             if touched:
                 self._revocations.append(revocation)
+        with self._local_table.guard:
+            pass  # a `copy_row` that began before the table changed has ended
         for endpoint in self._endpoints:
             endpoint.forget(sorted(ids))
         for transfer in touched:

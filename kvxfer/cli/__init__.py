@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from kvxfer import __version__
 from kvxfer.cli import arguments as types
-from kvxfer.cli.version import installed_version
 from kvxfer.errors import KvxferError, UsageError
 
 __all__ = ["main"]
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="kvxfer",
         description="Move KV-cache blocks between processes and machines.",
         epilog=_examples(
@@ -89,8 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"kvxfer {installed_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
+    parser.add_argument("--version", action="version", version=f"kvxfer {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_demo(commands)
     _add_serve(commands)
     _add_bench(commands)
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands = argparse._SubParsersAction  # noqa: SLF001  argparse gives its type no public name
+Commands = argparse._SubParsersAction  # argparse gives its type no public name
 
 
 def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -225,7 +225,9 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
         help="pools from the engine's allocate(), or plain memory given to register() (default: allocated)",
     )
     _add_key(bench)
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw the result too: a .png or .svg (needs matplotlib)")
+    bench.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the result too: a .png or .svg (needs matplotlib)"
+    )
     bench.add_argument("--json", action="store_true", help="print one JSON object a line, one per row")
 
 

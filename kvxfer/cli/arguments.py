@@ -85,7 +85,7 @@ def transport(text: str) -> str:
 
 
 def operation(text: str) -> str:
-    """write or read."""
+    """The name of an operation: write or read."""
     return _one_of(text, "operation", OPERATIONS)
 
 

@@ -20,7 +20,6 @@ from kvxfer.cli.child import Child, ChildPool
 from kvxfer.cli.drawing import BenchRow, check_plot_target, draw_rows, save_plot
 from kvxfer.cli.environment import given
 from kvxfer.cli.keys import key_settings
-from kvxfer.cli.serve import REGION_NAME
 from kvxfer.cli.table import Progress, Style, format_size
 from kvxfer.cli.workload import Lane, Plan, Pool, ReadBack, Remote, allocate_plain, median, pool_nbytes_for
 from kvxfer.errors import PeerRefusedError, TransportUnavailableError, UsageError
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+REGION_NAME = "kvxfer.serve"  # what `serve` calls its pool
 CARRIERS = ("shm", "tcp")
 LOCAL_SALT = 1 << 16
 
@@ -47,7 +47,7 @@ class Target:
 
 def run(arguments: Namespace) -> int:
     """Run the sweep; 0 where every block of every row was right."""
-    import kvxfer  # noqa: PLC0415  `kvxfer --help` must not wait for it
+    import kvxfer
 
     if arguments.plot is not None:
         check_plot_target(arguments.plot)
@@ -96,8 +96,8 @@ def _shapes(arguments: Namespace) -> Iterator[tuple[int, int]]:
 def _transports(arguments: Namespace) -> tuple[str, ...]:
     wanted = arguments.transport or CARRIERS
     if "rdma" in wanted:
-        from kvxfer.transports.rdma import rdma_probe  # noqa: PLC0415  only to explain
-        from kvxfer.verbs.probe import probe_verbs  # noqa: PLC0415
+        from kvxfer.transports.rdma import rdma_probe
+        from kvxfer.verbs.probe import probe_verbs
 
         probe = rdma_probe(probe_verbs())
         raise TransportUnavailableError(
@@ -127,7 +127,8 @@ def _target(
         )
     if offered.nbytes < needed:
         raise UsageError(
-            f"this sweep needs {format_size(needed)} on the peer, and {arguments.peer} offers {format_size(offered.nbytes)}.",
+            f"this sweep needs {format_size(needed)} on the peer, and {arguments.peer} offers "
+            f"{format_size(offered.nbytes)}.",
             remedy=f"Start it with `kvxfer serve --size {needed >> 20}MiB`, or measure fewer or smaller blocks.",
             needed_nbytes=needed,
             offered_nbytes=offered.nbytes,
@@ -195,4 +196,3 @@ def _measure(lanes: list[Lane], plan: Plan, arguments: Namespace, progress: Prog
             verified_by=lane.remote.how if operation == "write" else "this process",
             peer=arguments.peer or "",
         )
-

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.table import format_size
+from kvxfer.interfaces import default_route_host
 from kvxfer.transports import TRANSPORTS
 from kvxfer.types import Probe
 from kvxfer.verbs.probe import find_ports, memlock_text, probe_library, probe_verbs
 
 __all__ = ["NETWORK_CHECKS", "RDMA_CHECKS", "probe_check", "transport_checks"]
 
-DOCUMENTATION_ADDRESS = "192.0.2.1"  # RFC 5737: routed like any other address, and nobody is there
 MEMLOCK_SMALL_NBYTES = 64 << 20
 PORT_PRIVILEGED_END = 1024
 
@@ -26,7 +26,7 @@ Resolve = Callable[[str], "list[str]"]
 
 
 def check_host_name(machine: Machine, resolve: Resolve | None = None) -> Check:
-    """What the host is called and where that name leads; a loopback address is a mistake only if peers are elsewhere."""
+    """What the host is called and where that name leads; loopback is a mistake only if peers are elsewhere."""
     name = socket.gethostname()
     addresses = (resolve or _resolve)(name)
     host = machine.config.host
@@ -48,8 +48,10 @@ def check_host_name(machine: Machine, resolve: Resolve | None = None) -> Check:
 def check_listen_host(machine: Machine, resolve: Resolve | None = None) -> Check:
     """Where an engine with these settings listens."""
     host = machine.config.host
-    if host in ("", "0.0.0.0", "::"):  # noqa: S104  compared, not bound
-        return Check("listen host", "ok", f"{host or 'unset'}: every interface; peers are told the default-route address")
+    if host in ("", "0.0.0.0", "::"):
+        return Check(
+            "listen host", "ok", f"{host or 'unset'}: every interface; peers are told the default-route address"
+        )
     addresses = [host] if _is_literal(host) else (resolve or _resolve)(host)
     if not addresses:
         remedy = "Pass host= (or KVXFER_HOST) with an address or a name of this machine."
@@ -66,7 +68,7 @@ def check_listen_host(machine: Machine, resolve: Resolve | None = None) -> Check
 def check_address(machine: Machine) -> Check:
     """The address peers are told when nothing else is said: the source address of the default route."""
     device = _default_route_device(machine)
-    address = _source_address()
+    address = default_route_host(socket.AF_INET) or default_route_host(socket.AF_INET6)
     if address is None or _is_loopback(address):
         remedy = "Fine on one host. For other hosts pass host= with the address they reach this machine by."
         return Check("address", "warn", "no default route", remedy)
@@ -131,7 +133,9 @@ def check_libibverbs(machine: Machine) -> Check:
     if library.path == machine.environ.get("KVXFER_LIBIBVERBS"):
         return Check("libibverbs", "warn", library.problem, "Correct KVXFER_LIBIBVERBS, or unset it.")
     if find_ports(machine.root):
-        remedy = "Install it with its providers: `apt install libibverbs1 ibverbs-providers` or `dnf install libibverbs`."
+        remedy = (
+            "Install it with its providers: `apt install libibverbs1 ibverbs-providers` or `dnf install libibverbs`."
+        )
         return Check("libibverbs", "warn", library.problem, remedy)
     return Check("libibverbs", "ok", f"{library.problem}; not needed without an RDMA device")
 
@@ -191,16 +195,6 @@ def _default_route_device(machine: Machine) -> str | None:
         if len(words) > 7 and words[1] == words[7] == "00000000":
             return words[0]
     return None
-
-
-def _source_address() -> str | None:
-    """Return the address a packet to the outside would carry; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((DOCUMENTATION_ADDRESS, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 NETWORK_CHECKS = (check_host_name, check_listen_host, check_address, check_ports, check_socket_buffers)

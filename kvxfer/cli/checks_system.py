@@ -15,10 +15,11 @@ import time
 from collections.abc import Collection
 from importlib import metadata
 
+from kvxfer import __version__
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.environment import known_variables
 from kvxfer.cli.table import format_size
-from kvxfer.cli.version import installed_version
+from kvxfer.config import PREFIX
 from kvxfer.errors import KvxferError
 from kvxfer.memory.shared import SharedMemory, available_nbytes
 from kvxfer.transports.shm import ptrace_remedy, ptrace_scope
@@ -35,7 +36,12 @@ TRIAL_TIMEOUT_S = 10.0
 SECRET_WORDS = ("KEY", "SECRET", "TOKEN", "PASSWORD")
 
 # The two programs of the process_vm trial: siblings, as engines are; a child would be allowed more (ptrace_scope 1).
-HOLDER = "import ctypes,sys;b=ctypes.create_string_buffer(b'kvxfer',8);print(ctypes.addressof(b),flush=True);sys.stdin.read()"
+HOLDER = """
+import ctypes, sys
+buffer = ctypes.create_string_buffer(b"kvxfer", 8)
+print(ctypes.addressof(buffer), flush=True)
+sys.stdin.read()
+"""
 READER = """
 import ctypes, sys
 class iovec(ctypes.Structure):
@@ -63,7 +69,7 @@ def check_python(machine: Machine) -> Check:
 def check_packages(machine: Machine) -> Check:
     """The packages kvxfer stands on."""
     del machine
-    found, missing = [f"kvxfer {installed_version()}"], []
+    found, missing = [f"kvxfer {__version__}"], []
     for package in ("numpy", "cffi", "structlog"):
         try:
             found.append(f"{package} {metadata.version(package)}")
@@ -78,7 +84,7 @@ def check_packages(machine: Machine) -> Check:
 def check_environment(machine: Machine) -> Check:
     """The KVXFER_* variables: which are set, and which are set in vain. Values of secrets are not shown."""
     known = known_variables()
-    names = sorted(name for name in machine.environ if name.startswith("KVXFER_"))
+    names = sorted(name for name in machine.environ if name.startswith(PREFIX))
     unknown = [name for name in names if name not in known]
     shown = ", ".join(_shown(name, machine.environ[name]) for name in names) or "no KVXFER_* variable is set"
     if unknown:
@@ -106,7 +112,9 @@ def check_clock(machine: Machine) -> Check:
     source = machine.read("sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown source"
     value = f"{source}, {each * 1e9:.0f} ns a read"
     if each > CLOCK_SLOW_S:
-        remedy = "The clock is read by system call: boot with clocksource=tsc, or use the hypervisor's paravirtual clock."
+        remedy = (
+            "The clock is read by system call: boot with clocksource=tsc, or use the hypervisor's paravirtual clock."
+        )
         return Check("clock", "warn", value, remedy)
     return Check("clock", "ok", value)
 
@@ -127,7 +135,9 @@ def check_files(machine: Machine) -> Check:
 def check_memory(machine: Machine) -> Check:
     """The memory that pools can be made of: what is free, and what the control group leaves."""
     available = available_nbytes(machine.root)
-    limit = machine.read_int("sys/fs/cgroup/memory.max") or machine.read_int("sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limit = machine.read_int("sys/fs/cgroup/memory.max") or machine.read_int(
+        "sys/fs/cgroup/memory/memory.limit_in_bytes"
+    )
     group = f", control group limit {format_size(limit)}" if limit is not None and limit < 1 << 60 else ""
     value = f"{format_size(available)} available{group}"
     if available < MEMORY_LOW_NBYTES:
@@ -166,7 +176,9 @@ def check_ptrace_scope(machine: Machine) -> Check:
         return Check("ptrace_scope", "ok", "this kernel has no such rule")
     meanings = {0: "same user may", 1: "descendants only", 2: "CAP_SYS_PTRACE only", 3: "nobody may"}
     value = f"{scope} ({meanings.get(scope, 'unknown')})"
-    return Check("ptrace_scope", "ok", value) if scope == 0 else Check("ptrace_scope", "warn", value, ptrace_remedy(scope))
+    return (
+        Check("ptrace_scope", "ok", value) if scope == 0 else Check("ptrace_scope", "warn", value, ptrace_remedy(scope))
+    )
 
 
 def check_process_vm(machine: Machine) -> Check:
@@ -221,8 +233,9 @@ def _try_process_vm() -> str:
 
 
 def _unknown_text(name: str, known: Collection[str]) -> str:
-    guesses = difflib.get_close_matches(name, known, 1)
-    return f"{name} means nothing to kvxfer: " + (f"did you mean {guesses[0]}?" if guesses else "unset it.")
+    words = [other.removeprefix(PREFIX) for other in known]  # with it any two names look alike
+    guesses = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
+    return f"{name} means nothing to kvxfer: " + (f"did you mean {PREFIX}{guesses[0]}?" if guesses else "unset it.")
 
 
 def _shown(name: str, value: str) -> str:

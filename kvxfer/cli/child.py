@@ -124,10 +124,14 @@ class Child:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(descriptor, 1 << 16) if ready else b""
             if not data:
-                raise self._gone(command) if ready else PeerError(
-                    f"the second process did not answer {command!r} within {timeout_s:g} s.",
-                    remedy="Is the machine overloaded or out of memory? Try fewer or smaller blocks.",
-                    peer=f"process {self.pid}",
+                raise (
+                    self._gone(command)
+                    if ready
+                    else PeerError(
+                        f"the second process did not answer {command!r} within {timeout_s:g} s.",
+                        remedy="Is the machine overloaded or out of memory? Try fewer or smaller blocks.",
+                        peer=f"process {self.pid}",
+                    )
                 )
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -205,7 +209,7 @@ class _Responder:
 
     def start(self, *, parent: int, pool_nbytes: int, memory: list[str], transports: list[str]) -> dict[str, Any]:
         _die_with_parent(parent)
-        import kvxfer  # noqa: PLC0415  after the parent is watched
+        import kvxfer
 
         engine = self._stack.enter_context(
             kvxfer.TransferEngine(host="127.0.0.1", port=0, transports=tuple(transports))

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvxfer import __version__
 from kvxfer.cli.arguments import TRANSPORT_NAMES
 from kvxfer.cli.child import Child, ChildPool
 from kvxfer.cli.table import Progress, Style, draw_table, format_gbps, format_ratio, format_size, wrap
-from kvxfer.cli.version import installed_version
 from kvxfer.cli.workload import Lane, Plan, Pool, allocate_plain, median, pool_nbytes_for
 from kvxfer.errors import KvxferError, TransportUnavailableError
 from kvxfer.types import Probe
@@ -32,8 +32,8 @@ LATENCY_COUNT = 1000
 LATENCY_WARM = 50
 REGISTERED = "shm (registered memory)"
 LEGEND = (
-    "GB/s are 10^9 bytes, figures are medians. memcpy is a plain copy of the same blocks inside one process, by one "
-    "thread, in the same rounds."
+    "GB/s are 10^9 bytes, figures are medians. memcpy is a loop of memory copies over the same blocks inside one "
+    "process, by one thread, in the same rounds."
 )
 LANES = {"shm": ("shm", "allocated"), REGISTERED: ("shm", "registered"), "tcp": ("tcp", "allocated")}
 """Row of the table -> transport, kind of memory."""
@@ -110,8 +110,8 @@ def run(arguments: Namespace) -> int:
 
 def measure(plan: Plan, wanted: tuple[str, ...], rounds: int, progress: Progress) -> dict[str, Outcome]:
     """Return one outcome per row, in the order of the table."""
-    import kvxfer  # noqa: PLC0415  `kvxfer --help` must not wait for it
-    from kvxfer.transports import TRANSPORTS  # noqa: PLC0415
+    import kvxfer
+    from kvxfer.transports import TRANSPORTS
 
     with contextlib.ExitStack() as stack:
         carriers = {transport for transport, _memory in LANES.values()}
@@ -208,7 +208,13 @@ def to_json(transport: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
     if outcome.probe is not None:
         probe = outcome.probe
         skipped = {"skipped": True} if probe.usable else {}
-        return {"transport": transport, "usable": probe.usable, **skipped, "reason": probe.reason, "remedy": probe.remedy}
+        return {
+            "transport": transport,
+            "usable": probe.usable,
+            **skipped,
+            "reason": probe.reason,
+            "remedy": probe.remedy,
+        }
     if outcome.error is not None:
         error = outcome.error
         return {
@@ -234,9 +240,9 @@ def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
     rows = [_row(outcome, style) for outcome in outcomes.values()]
     header = ["transport", "write GB/s", "of memcpy", "read GB/s", "of memcpy", "memcpy", "4 KiB p50", "verified"]
     lines = [
-        style.paint(f"kvxfer {installed_version()} demo", "bold")
-        + f"  {plan.count:,} scattered blocks of {format_size(plan.block_nbytes)} ({format_size(plan.nbytes)}) each way, "
-        "between two processes",
+        style.paint(f"kvxfer {__version__} demo", "bold")
+        + f"  {plan.count:,} scattered blocks of {format_size(plan.block_nbytes)} ({format_size(plan.nbytes)}) each "
+        "way, between two processes",
         "",
         draw_table(header, rows, ["<", ">", ">", ">", ">", ">", ">", "<"], style),
         "",
@@ -253,10 +259,20 @@ def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
 def _row(outcome: Outcome, style: Style) -> list[str]:
     if not outcome.is_measured:
         failed = outcome.error is not None and not _is_extra_refused(outcome)
-        what = "failed" if failed else "left out" if outcome.probe is not None and outcome.probe.usable else "cannot run here"
+        what = (
+            "failed"
+            if failed
+            else "left out"
+            if outcome.probe is not None and outcome.probe.usable
+            else "cannot run here"
+        )
         text = f"{style.mark('fail' if failed else 'off')} {what}"
         return [outcome.label, *["-"] * 6, text if failed else style.paint(text, "dim")]
-    verified = f"{style.mark('ok')} every byte" if outcome.is_verified else f"{style.mark('fail')} {outcome.wrong} blocks wrong"
+    verified = (
+        f"{style.mark('ok')} every byte"
+        if outcome.is_verified
+        else f"{style.mark('fail')} {outcome.wrong} blocks wrong"
+    )
     return [
         outcome.label,
         format_gbps(outcome.gbps("write")),

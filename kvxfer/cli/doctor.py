@@ -12,13 +12,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from kvxfer import __version__
 from kvxfer.cli.check import Check, CheckFunction, Machine
 from kvxfer.cli.checks_network import NETWORK_CHECKS, RDMA_CHECKS, transport_checks
 from kvxfer.cli.checks_system import SYSTEM_CHECKS
 from kvxfer.cli.environment import load_config
 from kvxfer.cli.keys import key_settings
-from kvxfer.cli.table import Style, wrap
-from kvxfer.cli.version import installed_version
+from kvxfer.cli.table import Style, format_size, wrap
 from kvxfer.errors import KvxferError, TransportUnavailableError
 
 __all__ = ["run", "run_checks"]
@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
     checks: list[Check] = []
     style = Style.of(sys.stdout)
     if not arguments.json:
-        print(style.paint(f"kvxfer {installed_version()} doctor", "bold"))
+        print(style.paint(f"kvxfer {__version__} doctor", "bold"))
     sections = list(SECTIONS)
     if arguments.peer is not None:
         sections.append(("peer", partial(_peer_section, peer=arguments.peer, key_env=arguments.key_env)))
@@ -76,23 +76,21 @@ SECTIONS: tuple[Section, ...] = (
 def _peer_section(machine: Machine, *, peer: str, key_env: str | None) -> Iterator[Check]:
     """Open the peer as a program would, and say what carries and why the others do not."""
     del machine
-    import kvxfer  # noqa: PLC0415  only this check needs an engine
+    import kvxfer
 
-    name = f"peer {peer}"
     try:
         with kvxfer.TransferEngine(port=0, **key_settings(key_env)) as engine:
             segment = engine.open_segment(peer)
-            count = len(segment.regions)
-            nbytes = sum(region.nbytes for region in segment.regions)
-            yield Check(name, "ok", f"reached; {segment.transport} carries; {count} regions, {nbytes:,} bytes")
+            held = format_size(sum(region.nbytes for region in segment.regions))
+            yield Check("peer", "ok", f"{peer} answers; {segment.transport} carries; it offers {held}")
             for transport, reason in segment.passed_over.items():
-                yield Check(f"{name}: {transport}", "ok", f"passed over: {reason}")
+                yield Check(f"peer {transport}", "ok", f"passed over: {reason}")
     except TransportUnavailableError as error:
-        yield Check(name, "fail", error.message, error.remedy)
+        yield Check("peer", "fail", error.message, error.remedy)
         for transport, reason in error.reasons.items():
-            yield Check(f"{name}: {transport}", "fail", f"passed over: {reason}")
+            yield Check(f"peer {transport}", "fail", f"passed over: {reason}")
     except KvxferError as error:
-        yield Check(name, "fail", error.message, error.remedy)
+        yield Check("peer", "fail", error.message, error.remedy)
 
 
 def _with_problem(found: Iterator[Check], problem: KvxferError) -> Iterator[Check]:

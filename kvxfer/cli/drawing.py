@@ -11,8 +11,8 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from kvxfer import __version__
 from kvxfer.cli.table import Align, Style, draw_bar, draw_table, format_gbps, format_ratio, format_size, wrap
-from kvxfer.cli.version import installed_version
 from kvxfer.errors import UnsupportedError, UsageError
 
 __all__ = ["BenchRow", "check_plot_target", "draw_rows", "save_plot"]
@@ -98,7 +98,7 @@ def draw_rows(rows: Sequence[BenchRow], style: Style, against: str) -> str:
     for row, line in zip(rows, cells, strict=True):
         line += [style.mark("ok" if not row.wrong else "fail"), _bar(row, top, bar_width, style)]
     lines = [
-        style.paint(f"kvxfer {installed_version()} bench", "bold") + f"  against {against}",
+        style.paint(f"kvxfer {__version__} bench", "bold") + f"  against {against}",
         "",
         draw_table([*header, " ", ""], _with_gaps(rows, cells), align, style),
         "",
@@ -106,18 +106,21 @@ def draw_rows(rows: Sequence[BenchRow], style: Style, against: str) -> str:
     ]
     wrong = [row for row in rows if row.wrong]
     lines += [
-        f"{style.mark('fail')} {row.transport} {row.operation} of {row.block_count:,} x {format_size(row.block_nbytes)}: "
-        f"{row.wrong} blocks were wrong. Does another bench use the same peer? Else it is a bug in kvxfer."
+        f"{style.mark('fail')} {row.transport} {row.operation} of {row.block_count:,} x "
+        f"{format_size(row.block_nbytes)}: {row.wrong} blocks were wrong. "
+        "Does another bench use the same peer? Else it is a bug in kvxfer."
         for row in wrong
     ]
     return "\n".join(lines)
 
 
 def _legend(rows: Sequence[BenchRow], top: float, style: Style) -> str:
+    track = "░" if style.unicode else "."
     verifiers = ", ".join(dict.fromkeys(row.verified_by for row in rows))
     return (
-        f"Bars are GB/s (10^9 bytes, the longest is {format_gbps(top)}); {'░' if style.unicode else '.'} goes on to what a "
-        f"plain memory copy of the same blocks reached in the same rounds. Figures are medians. Verified by: {verifiers}."
+        f"Bars are GB/s (10^9 bytes, the longest is {format_gbps(top)}); {track} goes on to what a Python loop of "
+        "memory copies over the same blocks reached in the same rounds. Figures are medians. "
+        f"Verified by: {verifiers}."
     )
 
 
@@ -136,10 +139,10 @@ def check_plot_target(path: Path) -> None:
 
 def save_plot(rows: Sequence[BenchRow], path: Path) -> None:
     """Write GB/s over block size, a line per transport and operation, memcpy dashed."""
-    import matplotlib as mpl  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  optional
+    import matplotlib as mpl  # type: ignore[import-not-found,unused-ignore]
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from matplotlib import pyplot as plt  # type: ignore[import-not-found,unused-ignore]
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for transport, operation, count in dict.fromkeys(_line_of(row, rows) for row in rows):

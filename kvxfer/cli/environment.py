@@ -13,7 +13,7 @@ __all__ = ["given", "known_variables", "load_config"]
 
 
 def given(**settings: Any) -> dict[str, Any]:
-    """Return the settings that were given on the command line: the others stay with the environment and the defaults."""
+    """Return the settings given on the command line: the others stay with the environment and the defaults."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

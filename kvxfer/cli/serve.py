@@ -20,15 +20,33 @@ from typing import Any
 from kvxfer.cli.environment import given
 from kvxfer.cli.keys import key_settings
 from kvxfer.cli.table import Style, format_size
+from kvxfer.engine import TransferEngine
+from kvxfer.handshake.frames import Frame, FrameKind
+from kvxfer.session import Session
 
 __all__ = ["REGION_NAME", "run"]
 
 REGION_NAME = "kvxfer.serve"
 TURN_S = 0.5
 """How often notifications are fetched, so that they do not pile up; a signal or an event ends the turn early."""
+CONNECTED = "peer.connected"
+DISCONNECTED = "peer.disconnected"
 SHOWN_PREFIXES = ("peer.", "listener.")
 
 Event = Mapping[str, Any]
+
+
+class _ServingEngine(TransferEngine):
+    """An engine that tells of peers that come: the first thing a peer asks is what regions there are."""
+
+    def __init__(self, events: queue.SimpleQueue[Event], **settings: Any) -> None:
+        self._events = events
+        super().__init__(**settings)
+
+    def frame_received(self, session: Session, frame: Frame) -> None:
+        if frame.kind is FrameKind.REGIONS_GET:
+            self._events.put({"event": CONNECTED, "peer": session.label})
+        super().frame_received(session, frame)
 
 
 class Stop(Exception):  # noqa: N818  not an error: the way out of the loop
@@ -37,8 +55,6 @@ class Stop(Exception):  # noqa: N818  not an error: the way out of the loop
 
 def run(arguments: Namespace) -> int:
     """Serve until told to stop; 0 then."""
-    import kvxfer  # noqa: PLC0415  `kvxfer --help` must not wait for it
-
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     settings = given(host=arguments.host, port=arguments.port, transports=arguments.transport)
     show = _Printer(is_json=arguments.json)
@@ -46,7 +62,7 @@ def run(arguments: Namespace) -> int:
         signal.signal(number, _raise_stop)
     try:
         observe_log(events)
-        with kvxfer.TransferEngine(**settings, **key_settings(arguments.key_env)) as engine:
+        with _ServingEngine(events, **settings, **key_settings(arguments.key_env)) as engine:
             region = engine.allocate(arguments.size, name=REGION_NAME)
             show.ready(engine.address, region.nbytes, engine.transports)
             while True:
@@ -60,7 +76,7 @@ def run(arguments: Namespace) -> int:
 
 def observe_log(events: queue.SimpleQueue[Event]) -> None:
     """Have the engine's log events put into `events` instead of printed."""
-    import structlog  # noqa: PLC0415  with the engine
+    import structlog
 
     def keep(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
         del logger, method
@@ -90,6 +106,7 @@ class _Printer:
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json
+        self._connected: set[str] = set()
         self._style = Style.of(sys.stdout)
 
     def ready(self, address: str, nbytes: int, transports: tuple[str, ...]) -> None:
@@ -105,21 +122,28 @@ class _Printer:
             )
             return
         style = self._style
-        print(f"ready: {style.paint(address, 'bold', 'green')} offers {format_size(nbytes)} over {', '.join(transports)}")
+        print(
+            f"ready: {style.paint(address, 'bold', 'green')} offers {format_size(nbytes)} over {', '.join(transports)}"
+        )
         print(style.paint(f"       measure it with: kvxfer bench --peer {address}", "dim"))
         print(style.paint("       stop with Ctrl-C", "dim"), flush=True)
 
     def event(self, event: Event) -> None:
         """Say what happened."""
-        fields = {key: value for key, value in event.items() if key not in ("event", "level", "timestamp", "logger")}
+        name, peer = str(event["event"]), str(event.get("peer", ""))
+        if name == CONNECTED and peer in self._connected:
+            return  # it asks again because the regions have changed
+        (self._connected.add if name == CONNECTED else self._connected.discard)(peer)
+        fields = {
+            key: value for key, value in event.items() if key not in ("event", "peer") and value not in ("", None)
+        }
         if self._is_json:
-            self._print_json(event=event["event"], **fields)
+            self._print_json(event=name, peer=peer, **fields)
             return
-        peer = fields.pop("peer", "")
-        what = str(event["event"]).removeprefix("peer.").replace(".", " ")
-        rest = ", ".join(f"{key} {value}" for key, value in fields.items() if value not in ("", None))
+        rest = "" if name == DISCONNECTED else ", ".join(f"{key} {value}" for key, value in fields.items())
         clock = self._style.paint(time.strftime("%H:%M:%S"), "dim")
-        print(f"{clock}  {self._style.paint(str(peer), 'cyan')} {what}" + (f": {rest}" if rest else ""), flush=True)
+        what = name.removeprefix("peer.").replace(".", " ")
+        print(f"{clock}  {self._style.paint(peer, 'cyan')} {what}" + (f": {rest}" if rest else ""), flush=True)
 
     def stopped(self) -> None:
         """Say goodbye."""

@@ -17,7 +17,16 @@ from typing import Literal, TextIO
 
 __all__ = ["Progress", "Style", "draw_bar", "draw_table", "format_gbps", "format_ratio", "format_size", "wrap"]
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36"}
+_CODES = {
+    "bold": "1",
+    "dim": "2",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "blue": "34",
+    "magenta": "35",
+    "cyan": "36",
+}
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 WIDTH_MAX = 110
@@ -64,7 +73,9 @@ class Style:
             "fail": ("✗", "x", "red"),
             "off": ("-", "-", "dim"),
         }[status]
-        return self.paint(sign if self.unicode else plain, colour, "bold") if colour != "dim" else self.paint(sign, colour)
+        return (
+            self.paint(sign if self.unicode else plain, colour, "bold") if colour != "dim" else self.paint(sign, colour)
+        )
 
 
 def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[Align], style: Style) -> str:
@@ -77,17 +88,17 @@ def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: Sequ
     lines = [_line([style.paint(cell, "bold") for cell in header], widths, align)]
     rule = "─" if style.unicode else "-"
     lines.append(style.paint("  ".join(rule * width for width in widths), "dim"))
-    for row in rows:
-        lines.append(_line(row, widths, align) if len(row) == len(header) else row[0])
+    lines += [_line(row, widths, align) if len(row) == len(header) else row[0] for row in rows]
     return "\n".join(lines)
 
 
 def draw_bar(value: float, maximum: float, width: int, style: Style, colour: str = "cyan") -> str:
     """Return a bar of at most `width` cells, in eighths of a cell where the stream can show them."""
     share = min(max(value / maximum, 0.0), 1.0) if maximum > 0 else 0.0
+    least = 1 if value > 0 else 0
     if not style.unicode:
-        return style.paint("#" * max(round(share * width), 1 if share else 0), colour)
-    eighths = max(round(share * width * 8), 1 if share else 0)
+        return style.paint("#" * max(round(share * width), least), colour)
+    eighths = max(round(share * width * 8), least)
     bar = "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
     return style.paint(bar, colour)
 
@@ -95,7 +106,12 @@ def draw_bar(value: float, maximum: float, width: int, style: Style, colour: str
 def wrap(text: str, style: Style, indent: str = "  ") -> str:
     """Return `text` folded to the width of the stream, every line after `indent`."""
     return textwrap.fill(
-        text, style.width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text,
+        style.width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -2,7 +2,7 @@
 
 Every 8-byte word of a pool says where it was and in which round it was written, so that a block at the wrong place, an
 old block and a torn block all differ from what is expected. Blocks are random and never adjacent, because adjacent ones
-would be joined into one copy. Read next: `demo.py` and `bench.py`; `child.py` holds the same pools in the other process.
+would be joined into one copy. Read next: `demo.py`, `bench.py`, and `child.py` for the pools in the other process.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Plan:
         needed = pool_nbytes_for(self.block_nbytes, self.count)
         if self.pool_nbytes < needed:
             raise UsageError(
-                f"{self.count} scattered blocks of {self.block_nbytes} bytes need a pool of {needed} bytes; this one has "
-                f"{self.pool_nbytes}.",
+                f"{self.count} scattered blocks of {self.block_nbytes} bytes need a pool of {needed} bytes; this "
+                f"one has {self.pool_nbytes}.",
                 remedy="Take fewer or smaller blocks, or a larger pool.",
                 needed_nbytes=needed,
                 pool_nbytes=self.pool_nbytes,
@@ -292,7 +292,7 @@ def copy_blocks(memory: npt.NDArray[np.uint8], plan: Plan) -> float:
 
     The baseline of all ratios: a memoryview slice per block, which is memcpy at 0.95 of a C loop for 64 KiB blocks.
     """
-    view = memoryview(memory)
+    view = memory.data
     nbytes = plan.block_nbytes
     pairs = list(zip((plan.destination * nbytes).tolist(), (plan.source * nbytes).tolist(), strict=True))
     started = time.perf_counter()
@@ -320,10 +320,11 @@ def plan_fields(plan: Plan) -> Mapping[str, int]:
 
 def _pattern(starts: Ids, words: int, salt: int) -> Words:
     """Return the pattern for rows of `words` words that begin at the words `starts`: shape (len(starts), words)."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # sums of unsigned words wrap, as they should
         base = np.arange(words, dtype=np.uint64) * np.uint64(STRIDE)
         rows = starts.astype(np.uint64) * np.uint64(STRIDE) + np.uint64(salt * 0xD1B54A32D192ED03 % 2**64)
-        return rows[:, None] + base[None, :]
+        words_of_rows: Words = rows[:, None] + base[None, :]
+    return words_of_rows
 
 
 def _tiles(rows: int, words: int) -> Iterator[tuple[slice, slice]]:

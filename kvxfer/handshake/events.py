@@ -1,10 +1,10 @@
-"""What the handshake machine tells its owner."""
+"""What the handshake machine tells its owner. Plain facts; `machine.py` makes them, `session.py` acts on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvxfer.errors import KvxferError
 from kvxfer.handshake.frames import Frame
@@ -24,28 +24,34 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """Who the peer says it is. generation: random, new in every engine: two are never the same process's."""
+    """Who answers. A process started anew has another generation, whatever its address.
+
+    generation: lower-case hex. versions: the lowest and highest protocol version it speaks.
+    name, transports: the peer's words, as in its HELLO, cut to length and without control characters.
+    """
 
     generation: str
     name: str
+    versions: tuple[int, int]
+    transports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CardWanted:
-    """The peer may know what we offer: call `offer(card)`. With a key, it has proved that it knows it."""
+    """The peer has proved that it knows the key, or none is in use: the owner must call `offer(card)`."""
 
 
 @dataclass(frozen=True)
 class PeerOffered:
-    """The peer's card is here. Who chooses tries transports and calls `local_ready`."""
+    """The peer's card is there. The side that chooses now tries transports and calls `local_ready` or `fail`."""
 
     peer: PeerIdentity
-    card: Mapping[str, Any]
+    card: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TransportChosen:
-    """The other side has chosen: prepare, then call `local_ready` with the same name."""
+    """The choosing side has chosen: the owner prepares to receive, then calls `local_ready(transport)` or `fail`."""
 
     transport: str
     passed_over: Mapping[str, str]
@@ -53,7 +59,7 @@ class TransportChosen:
 
 @dataclass(frozen=True)
 class Established:
-    """Both sides are ready: data may flow."""
+    """Both sides have said READY. passed_over: transports the choosing side wanted more, and why each was not taken."""
 
     peer: PeerIdentity
     transport: str
@@ -62,7 +68,7 @@ class Established:
 
 @dataclass(frozen=True)
 class SessionFrame:
-    """A frame of the established session."""
+    """A frame of the session that now runs; its body was not looked at."""
 
     frame: Frame
 
@@ -81,4 +87,4 @@ class Failed:
     error: KvxferError
 
 
-Event = CardWanted | PeerOffered | TransportChosen | Established | SessionFrame | PeerClosed | Failed
+Event: TypeAlias = CardWanted | PeerOffered | TransportChosen | Established | SessionFrame | PeerClosed | Failed

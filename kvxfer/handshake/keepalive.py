@@ -1,4 +1,4 @@
-"""Whether a silent peer is still there: when to ask it, when to give it up. Pure: `now` is an argument."""
+"""When to ask a silent peer for a sign of life, and when to take it for dead. Pure: the caller has the clock."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ __all__ = ["Keepalive"]
 
 
 class Keepalive:
-    """Ask after `interval_s` of silence and again each interval; dead after `timeout_s`."""
+    """Watches one connection. Anything received counts as a sign of life, not only the answer to a ping.
+
+    Read what has arrived before calling `poll`: after a pause of this process its peers are not dead.
+    """
 
     def __init__(self, interval_s: float, timeout_s: float, now: float) -> None:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._heard = now
-        self._asked = now
+        self._received_at = now
+        self._asked_at = now
 
     def received(self, now: float) -> None:
-        """Anything came from the peer."""
-        self._heard = self._asked = max(now, self._heard)
+        """Bytes have come from the peer."""
+        self._received_at = max(self._received_at, now)
 
     def next_deadline(self) -> float:
-        """Return when to call `poll` next."""
-        return min(self._asked + self._interval_s, self._heard + self._timeout_s)
+        """When `poll` has something to say, if nothing is received until then."""
+        ask_at = max(self._received_at, self._asked_at) + self._interval_s
+        return min(ask_at, self._received_at + self._timeout_s)
 
-    def poll(self, now: float) -> None | Literal["ping", "dead"]:
-        """Say what is to be done now."""
-        if now >= self._heard + self._timeout_s:
-            # A process that was itself stopped finds the time gone by before it could ask: ask first, then judge.
-            if self._asked == self._heard:
-                self._heard = now - self._timeout_s + self._interval_s
-                self._asked = now
-                return "ping"
+    def poll(self, now: float) -> Literal["ping", "dead"] | None:
+        """Return "dead" after `timeout_s` of silence, "ping" each `interval_s` of it, else None."""
+        if now >= self._received_at + self._timeout_s:
             return "dead"
-        if now >= self._asked + self._interval_s:
-            self._asked = now
+        if now >= max(self._received_at, self._asked_at) + self._interval_s:
+            self._asked_at = now
             return "ping"
         return None

@@ -1,36 +1,43 @@
-"""The handshake of a control connection, without I/O: bytes and the time in, bytes and events out.
+"""The handshake of two engines, sans-IO: bytes and the time in, bytes and events out.
 
-    HELLO ->  <- HELLO      who we are: protocol versions, generation, nonce, whether a key is in use
-    AUTH  ->  <- AUTH       with a key only: HMAC over both nonces and generations
-    CARD  ->  <- CARD       what we offer; only to a peer that has proved itself
-    READY ->  <- READY      the transport; the chooser's first
-    established: session frames, then CLOSE; ERROR at any time ends it with the true cause on both sides
+Both sides send HELLO at once. With a key each proves to the other that it has it (AUTH); only then cards are exchanged
+(CARD). The side that chooses - the initiator, or the smaller generation when both opened - tries transports and says
+READY; the other prepares and says READY. Whoever has said and seen READY is established. All moves are in
+`Handshake.TRANSITIONS`.
 
-Each side sends its part as soon as what it depends on has come, so the order in which two sides act does not matter:
-duplicates are known by kind, what comes early waits, and what is lost is sent again every `resend_s` until the session
-stands. All frames after HELLO carry their sender's generation and the receiver's nonce, so that an answer to an older
-attempt is never taken for one to this.
+Frames may be lost, doubled or late: what comes too early waits, what comes twice is ignored, what belongs to another
+attempt is dropped and counted (each frame after HELLO has its sender's generation and the receiver's nonce), and all
+that was sent is sent again each `resend_s` until the peer has it.
+
+No socket, thread, clock or random number here: `kvxfer.session` has them. Frame bodies are in `bodies.py`, faults in
+words in `faults.py`.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import hmac
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
-import kvxfer.errors as errors
 from kvxfer.errors import (
-    AuthenticationError,
-    HandshakeTimeoutError,
+    ClosedError,
     KvxferError,
     LocalProtocolError,
     PeerClosedError,
-    PeerRefusedError,
-    PeerRestartedError,
     RemoteProtocolError,
+)
+from kvxfer.handshake.bodies import (
+    Hello,
+    check_hello,
+    clean,
+    error_from_json,
+    error_to_json,
+    parse_reasons,
+    parse_versions,
+    prove,
+    trim_reasons,
 )
 from kvxfer.handshake.events import (
     CardWanted,
@@ -43,9 +50,13 @@ from kvxfer.handshake.events import (
     SessionFrame,
     TransportChosen,
 )
+from kvxfer.handshake.faults import find_identity_fault, find_version_fault, stream_ended, timed_out, wrong_proof
 from kvxfer.handshake.frames import (
+    HANDSHAKE_KINDS,
+    HEADER,
     MAGIC,
     RESEND,
+    SESSION_KINDS,
     Frame,
     FrameDecoder,
     FrameKind,
@@ -57,39 +68,48 @@ from kvxfer.handshake.frames import (
 
 __all__ = ["Handshake", "Role", "State"]
 
-AUTH_CONTEXT = b"kvxfer auth v1"
-TEXT_MAX = 2000
-HANDSHAKE_KINDS = (FrameKind.HELLO, FrameKind.AUTH, FrameKind.CARD, FrameKind.READY)
-RELAYED = {
-    name: getattr(errors, name)
-    for name in ("AuthenticationError", "HandshakeTimeoutError", "PeerRestartedError", "TransportUnavailableError")
-}
-"""Errors that mean on this side what they mean on the other."""
+Body: TypeAlias = Mapping[str, Any]
 
 
 class Role(enum.Enum):
-    """Who opened the connection. Two initiators (a simultaneous open) are fine: the smaller generation chooses."""
+    """Who opened the connection; both may have."""
 
     INITIATOR = "initiator"
     RESPONDER = "responder"
 
 
 class State(enum.Enum):
-    """What the machine waits for."""
+    """What has to happen next. WAIT_...: the peer must send it; OWN_...: our owner must call."""
 
-    HELLO = "the peer's HELLO"
-    AUTH = "the peer's proof that it knows the key"
-    CARD = "the peer's card"
-    READY = "READY from both sides"
-    ESTABLISHED = "session frames"
-    OVER = "nothing any more"
+    WAIT_HELLO = "the peer's HELLO"
+    WAIT_PROOF = "the peer's proof that it has the key"
+    OWN_CARD = "this side's own card"
+    WAIT_CARD = "the peer's card"
+    OWN_CHOICE = "this side's own choice of a transport"
+    WAIT_ANSWER = "the peer's READY for the chosen transport"
+    WAIT_CHOICE = "the peer's choice of a transport"
+    OWN_ANSWER = "this side's own READY for the chosen transport"
+    ESTABLISHED = "established"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+OVER = frozenset({State.CLOSED, State.FAILED})
+
+
+class Call(enum.Enum):
+    """What the owner may do to move on."""
+
+    OFFER = "offer"
+    LOCAL_READY = "local_ready"
 
 
 class Handshake:
-    """One side of one connection. The owner feeds it bytes and the time, sends what it has to say, acts on its events.
+    """One attempt on one connection.
 
-    generation: hex text, random for each engine. nonce: random for each connection, 16 bytes. transports: the names
-    this side would use; told in HELLO for the peer's messages. expected_generation: who must answer, if that is known.
+    generation: of this process, hex. nonce: random, new for each attempt. key: the pre-shared key, None for none.
+    expected_generation: the peer must be this very process. transports: the names this side can use, preferred first.
+    deadline_s, resend_s: counted from `now`, in seconds of the caller's clock.
     """
 
     def __init__(
@@ -105,319 +125,314 @@ class Handshake:
         key: bytes | None = None,
         expected_generation: str | None = None,
         versions: tuple[int, int] = (1, 1),
-        transports: Sequence[str] = (),
+        transports: Sequence[str],
     ) -> None:
-        self.state = State.HELLO
+        self.state = State.WAIT_HELLO
         self.peer: PeerIdentity | None = None
         self.stale_frames = 0
-        self._role = role
-        self._generation = generation
-        self._nonce = nonce.hex()
+        self._ours = check_hello(
+            Hello(versions, generation, nonce.hex(), clean(name), key is not None, role.value, tuple(transports))
+        )
+        self._theirs: Hello | None = None
         self._key = key
         self._expected_generation = expected_generation
-        self._versions = versions
-        self._deadline = now + deadline_s
+        self._transport = ""
+        self._passed_over: Mapping[str, str] = {}
+        self._error: KvxferError | None = None
         self._deadline_s = deadline_s
+        self._deadline = now + deadline_s
         self._resend_s = resend_s
         self._resend_at = now + resend_s
-        self._decoder = FrameDecoder()
-        self._outgoing = bytearray(MAGIC)
+        self._answer_at = now
+        self._now = now
         self._events: deque[Event] = deque()
-        self._sent: dict[FrameKind, dict[str, Any]] = {}
-        self._early: dict[FrameKind, dict[str, Any]] = {}
-        self._peer_nonce = ""
-        self._is_chooser = role is Role.INITIATOR
-        self._card_asked = False
-        self._chosen: tuple[str, dict[str, str]] | None = None
-        self._peer_ready = False
-        hello = {"versions": list(versions), "nonce": self._nonce, "name": name[:256], "auth": key is not None}
-        self._send(
-            FrameKind.HELLO, {**hello, "generation": generation, "role": role.value, "transports": list(transports)}
-        )
+        self._decoder = FrameDecoder(kinds=HANDSHAKE_KINDS)
+        self._seen: set[FrameKind] = set()
+        self._early: dict[FrameKind, Frame] = {}
+        self._sent: dict[FrameKind, bytes] = {}  # bodies
+        self._sequence = 0
+        self._outgoing = bytearray(MAGIC)
+        self._send(FrameKind.HELLO, self._ours.to_json())
 
-    # The owner's side.
+    # What the owner calls.
 
-    def receive_data(self, data: bytes, now: float) -> None:
-        """Take bytes from the peer; b"" is the end of the stream. Never raises: what is wrong becomes an event."""
-        del now
-        if self.state is State.OVER:
-            return
-        if not data:
-            self._end_of_stream()
+    def receive_data(self, data: bytes | bytearray | memoryview, now: float) -> None:
+        """Take bytes from the peer; b"" says that its stream has ended. Whatever they are, this does not raise: a fault
+        becomes an ERROR frame to the peer and a `Failed` event, and further bytes are ignored."""
+        self._now = now
+        if self.state is not State.ESTABLISHED and now >= self._deadline:
+            self.handle_timer(now)
+        if self.state in OVER:
             return
         try:
+            if not data:
+                self._end_stream()
+                return
             self._decoder.feed(data)
-            while self.state is not State.OVER and (frame := self._decoder.next_frame()) is not None:
-                self._receive(frame)
+            while self.state not in OVER and (frame := self._decoder.next_frame()) is not None:
+                self._receive_frame(frame)
         except KvxferError as error:
             self.fail(error)
 
     def data_to_send(self) -> bytes:
-        """Return what must go to the peer now, once."""
+        """Return what is to be sent now, and forget it."""
+        if not self._outgoing:
+            return b""
         data = bytes(self._outgoing)
         self._outgoing.clear()
         return data
 
     def next_event(self) -> Event | None:
-        """Return the oldest event that was not yet taken."""
+        """Return the next thing that has happened, or None."""
         return self._events.popleft() if self._events else None
 
     def offer(self, card: Mapping[str, Any]) -> None:
-        """Answer CardWanted."""
-        if self.state is State.OVER:
-            return
-        if not self._card_asked or FrameKind.CARD in self._sent:
-            raise LocalProtocolError(f"offer() in state {self.state.name}: the card is not wanted (any more).")
-        self._send(FrameKind.CARD, {"card": dict(card)})
-        self._advance()
+        """Send this side's card, after `CardWanted`. Raises LocalProtocolError out of turn, or if it is no plain JSON
+        or too large; raises the error that ended the handshake if it is over."""
+        self._call(Call.OFFER, {"card": card})
 
     def local_ready(self, transport: str, passed_over: Mapping[str, str] | None = None) -> None:
-        """Our side can carry data over `transport`: the chooser's choice, or the chooser's word repeated."""
-        if self.state is State.OVER:
-            return
-        if self.state is not State.READY or FrameKind.READY in self._sent:
-            raise LocalProtocolError(f"local_ready({transport!r}) in state {self.state.name}.")
-        if self._is_chooser:
-            reasons = {str(name)[:64]: str(why)[:500] for name, why in (passed_over or {}).items()}
-            self._chosen = (transport, reasons)
-        elif self._chosen is None or self._chosen[0] != transport:
-            raise LocalProtocolError(f"local_ready({transport!r}), but the peer chose {self._chosen}.")
-        self._send(FrameKind.READY, {"transport": transport, "passed_over": self._chosen[1]})
-        self._advance()
+        """This side can receive over `transport`: its choice, after `PeerOffered`, where it chooses; else what
+        `TransportChosen` said. Raises as `offer`."""
+        self._call(Call.LOCAL_READY, {"transport": transport, "passed_over": passed_over or {}})
 
-    def send(self, kind: FrameKind, body: bytes) -> None:
-        """Send a session frame."""
-        if self.state is not State.ESTABLISHED:
-            raise LocalProtocolError(f"send({kind.name}) in state {self.state.name}.")
-        self._outgoing += encode(kind, body)
+    def send(self, kind: FrameKind, body: bytes | bytearray | memoryview = b"") -> None:
+        """Send a frame of the session, once established. Raises as `offer`."""
+        if self.state is not State.ESTABLISHED or kind not in SESSION_KINDS:
+            raise self._out_of_turn(f"send({kind.name})")
+        self._sequence += 1
+        self._outgoing += encode(kind, body, 0, self._sequence)
 
     def fail(self, error: KvxferError) -> None:
-        """End it with an error of ours; the peer is told the reason."""
-        if self.state is State.OVER:
-            return
-        fields = {"code": type(error).__name__, "message": error.message[:TEXT_MAX], "remedy": error.remedy[:TEXT_MAX]}
-        self._outgoing += encode_json(FrameKind.ERROR, fields)
-        self._over(Failed(error))
+        """The owner, or this machine, found a fault: tell the peer and end with `Failed(error)`. A no-op once over."""
+        if self.state not in OVER:
+            self._send(FrameKind.ERROR, error_to_json(error))
+            self._end(State.FAILED, error, Failed(error))
 
     def close(self, reason: str) -> None:
-        """Say goodbye; the owner then sends what is left and closes."""
-        if self.state is not State.OVER:
-            self._outgoing += encode_json(FrameKind.CLOSE, {"reason": reason[:TEXT_MAX]})
-            self.state = State.OVER
+        """Say goodbye. No event follows. A no-op once over."""
+        if self.state not in OVER:
+            self._send(FrameKind.CLOSE, {"reason": clean(reason)})
+            self._end(State.CLOSED, ClosedError(f"this side has closed the session: {reason}."), None)
 
     def deadline(self) -> float | None:
-        """Return when `handle_timer` wants to be called; None when it does not."""
-        if self.state in (State.ESTABLISHED, State.OVER):
+        """Return when `handle_timer` wants to be called, None for never."""
+        if self.state in OVER or self.state is State.ESTABLISHED:
             return None
         return min(self._deadline, self._resend_at)
 
     def handle_timer(self, now: float) -> None:
-        """Send again what may be lost; give up at the deadline."""
-        if self.state in (State.ESTABLISHED, State.OVER):
+        """Send again what may be lost, or give up. May be called at any time."""
+        self._now = now
+        if self.state in OVER or self.state is State.ESTABLISHED:
             return
         if now >= self._deadline:
-            who = f" of {self.peer.name}" if self.peer else ""
-            self.fail(
-                HandshakeTimeoutError(
-                    f"the handshake{who} did not end within {self._deadline_s:g} s; missing: {self.state.value}.",
-                    remedy="The peer may be stopped, overloaded, or not a kvxfer engine.",
-                    state=self.state.name,
-                )
-            )
+            self.fail(timed_out(self._label, self._deadline_s, self.state.name, self.state.value, self.stale_frames))
         elif now >= self._resend_at:
             self._resend_at = now + self._resend_s
             self._send_again(RESEND)
 
+    @property
+    def is_chooser(self) -> bool:
+        """Whether this side chooses the transport; known once the peer's HELLO is there."""
+        if self._theirs is None or self._ours.role != self._theirs.role:
+            return self._ours.role == Role.INITIATOR.value
+        return self._ours.generation < self._theirs.generation
+
+    # Moves: each returns the state that follows; they stand in TRANSITIONS below.
+
+    def _greet(self, body: Body) -> State:
+        name = body.get("name")
+        versions = parse_versions(body)  # before all else: the rest may be another in another version
+        fault = find_version_fault(self._ours.versions, versions, clean(name) if isinstance(name, str) else "")
+        if fault is not None:
+            raise fault
+        hello = Hello.from_json(body)
+        self._theirs = hello
+        self.peer = PeerIdentity(hello.generation, hello.name, hello.versions, hello.transports)
+        fault = find_identity_fault(self._ours, hello, self._expected_generation)
+        if fault is not None:
+            raise fault
+        if self._key is None:
+            return self._want_card()
+        self._send(FrameKind.AUTH, {"proof": prove(self._key, sender=self._ours, receiver=hello)})
+        return State.WAIT_PROOF
+
+    def _check_proof(self, body: Body) -> State:
+        assert self._key is not None and self._theirs is not None
+        proof = field(body, "proof", str, of="AUTH", length_max=64)
+        expected = prove(self._key, sender=self._theirs, receiver=self._ours)
+        if not hmac.compare_digest(proof.encode(), expected.encode()):
+            raise wrong_proof(self._ours, self._theirs)
+        return self._want_card()
+
+    def _want_card(self) -> State:
+        self._events.append(CardWanted())
+        return State.OWN_CARD
+
+    def _send_card(self, body: Body) -> State:
+        self._send(FrameKind.CARD, body)
+        return State.WAIT_CARD
+
+    def _take_card(self, body: Body) -> State:
+        assert self.peer is not None
+        self._events.append(PeerOffered(self.peer, field(body, "card", dict, of="CARD")))
+        return State.OWN_CHOICE if self.is_chooser else State.WAIT_CHOICE
+
+    def _send_choice(self, body: Body) -> State:
+        assert self.peer is not None
+        self._check_usable(body["transport"], (self._ours.transports, self.peer.transports), LocalProtocolError)
+        self._transport, self._passed_over = body["transport"], trim_reasons(body["passed_over"])
+        self._send(FrameKind.READY, {"transport": self._transport, "passed_over": self._passed_over})
+        return State.WAIT_ANSWER
+
+    def _refuse_answer(self, body: Body) -> State:
+        raise RemoteProtocolError(f"{self._who} said READY before this side has chosen a transport.")
+
+    def _take_answer(self, body: Body) -> State:
+        transport = field(body, "transport", str, of="READY", length_max=32)
+        if transport != self._transport:
+            raise RemoteProtocolError(
+                f"{self._who} is ready for {clean(transport)!r}; {self._transport!r} was chosen.", transport=transport
+            )
+        return self._establish()
+
+    def _take_choice(self, body: Body) -> State:
+        transport = field(body, "transport", str, of="READY", length_max=32)
+        self._check_usable(transport, (self._ours.transports,), RemoteProtocolError)
+        self._transport, self._passed_over = transport, parse_reasons(body)
+        self._events.append(TransportChosen(transport, self._passed_over))
+        return State.OWN_ANSWER
+
+    def _send_answer(self, body: Body) -> State:
+        if body["transport"] != self._transport:
+            raise LocalProtocolError(
+                f"local_ready({body['transport']!r}) was called; the peer has chosen {self._transport!r}."
+            )
+        self._send(FrameKind.READY, {"transport": self._transport, "passed_over": trim_reasons(body["passed_over"])})
+        return self._establish()
+
+    def _establish(self) -> State:
+        assert self.peer is not None
+        self._decoder.kinds = HANDSHAKE_KINDS | SESSION_KINDS
+        self._events.append(Established(self.peer, self._transport, dict(self._passed_over)))
+        return State.ESTABLISHED
+
+    TRANSITIONS: ClassVar[Mapping[tuple[State, FrameKind | Call], Callable[[Handshake, Body], State]]] = {
+        (State.WAIT_HELLO, FrameKind.HELLO): _greet,
+        (State.WAIT_PROOF, FrameKind.AUTH): _check_proof,
+        (State.OWN_CARD, Call.OFFER): _send_card,
+        (State.WAIT_CARD, FrameKind.CARD): _take_card,
+        (State.OWN_CHOICE, Call.LOCAL_READY): _send_choice,  # the side that chooses
+        (State.OWN_CHOICE, FrameKind.READY): _refuse_answer,
+        (State.WAIT_ANSWER, FrameKind.READY): _take_answer,
+        (State.WAIT_CHOICE, FrameKind.READY): _take_choice,  # the other side
+        (State.OWN_ANSWER, Call.LOCAL_READY): _send_answer,
+    }
+
     # Frames in.
 
-    def _receive(self, frame: Frame) -> None:
+    def _receive_frame(self, frame: Frame) -> None:
         kind = frame.kind
-        if kind is FrameKind.ERROR:
-            self._receive_error(decode_json(frame))
-        elif kind is FrameKind.CLOSE:
-            reason = _clean(decode_json(frame).get("reason"))
-            if self.state is State.ESTABLISHED:
-                self._over(PeerClosed(reason))
-            else:
-                told = f"the peer closed during the handshake ({reason}); missing: {self.state.value}."
-                self._over(Failed(PeerClosedError(told, state=self.state.name)))
-        elif kind in HANDSHAKE_KINDS:
-            self._receive_part(kind, decode_json(frame))
-            if frame.flags & RESEND and self.state is not State.OVER:
-                self._send_again(0)
-        elif kind in (FrameKind.ATTACH, FrameKind.ATTACHED):
-            raise RemoteProtocolError(f"a {kind.name} frame on a control connection.")
-        elif self.state is not State.ESTABLISHED:
-            raise RemoteProtocolError(f"a {kind.name} frame before the session stands; missing: {self.state.value}.")
-        else:
+        if kind not in HANDSHAKE_KINDS:
+            self._sent.clear()  # the peer is established, so it has everything
             self._events.append(SessionFrame(frame))
-
-    def _receive_part(self, kind: FrameKind, fields: dict[str, Any]) -> None:
-        if self.peer is None:
-            if kind is FrameKind.HELLO:
-                self._take_hello(fields)
-            else:
-                self._early.setdefault(kind, fields)
-        elif field(fields, "generation", str) != self.peer.generation:
+            return
+        body = decode_json(frame)
+        if self._is_stale(kind, body):
             self.stale_frames += 1
-        elif kind is not FrameKind.HELLO:
-            if field(fields, "to", str) != self._nonce:
-                self.stale_frames += 1
-            elif self.state is not State.ESTABLISHED:
-                self._early.setdefault(kind, fields)
-        self._advance()
+        elif kind is FrameKind.ERROR:
+            error = error_from_json(body, self.peer.name if self.peer else "")
+            self._end(State.FAILED, error, Failed(error))
+        elif kind is FrameKind.CLOSE:
+            reason = clean(field(body, "reason", str, of="CLOSE", default="no reason given"))
+            error = PeerClosedError(f"{self._who} has closed the session: {reason}.", peer=self._label)
+            self._end(State.CLOSED, error, PeerClosed(reason))
+        elif (self.state, kind) in self.TRANSITIONS:
+            self._seen.add(kind)
+            self._move(kind, body)
+        elif kind not in self._seen:
+            self._early.setdefault(kind, frame)
+        elif kind is FrameKind.HELLO and frame.flags & RESEND and self._now >= self._answer_at:
+            # HELLO stands for the whole set; and not at each of a flood: a card is 1000 times larger than a HELLO.
+            self._answer_at = self._now + self._resend_s / 2
+            self._send_again(0)
 
-    def _advance(self) -> None:
-        """Take what has come early as far as its turn has come."""
-        while self.peer is not None:
-            if self.state is State.AUTH and (fields := self._take_early(FrameKind.AUTH)) is not None:
-                self._take_auth(fields)
-            elif self.state is State.CARD and (fields := self._take_early(FrameKind.CARD)) is not None:
-                card = field(fields, "card", dict, length_max=1000)
-                self.state = State.READY
-                self._events.append(PeerOffered(self.peer, card))
-            elif (
-                self.state is State.READY
-                and self._may_take_ready()
-                and (fields := self._take_early(FrameKind.READY)) is not None
-            ):
-                self._take_ready(fields)
-            else:
-                break
-        if self.state is State.READY and self._peer_ready and FrameKind.READY in self._sent:
-            assert self.peer is not None
-            assert self._chosen is not None
-            self.state = State.ESTABLISHED
-            self._events.append(Established(self.peer, *self._chosen))
+    def _is_stale(self, kind: FrameKind, body: Body) -> bool:
+        """Whether a frame belongs to another attempt: from another process, or in answer to an older HELLO."""
+        if kind is FrameKind.HELLO:
+            if self._theirs is None:
+                return False
+            return (body.get("generation"), body.get("nonce")) != (self._theirs.generation, self._theirs.nonce)
+        optional = "" if kind in (FrameKind.ERROR, FrameKind.CLOSE) else None  # their sender may not know us yet
+        echo = field(body, "echo", str, of=kind.name, default=optional)
+        generation = field(body, "generation", str, of=kind.name, default=optional)
+        if echo and echo != self._ours.nonce:
+            return True
+        return bool(generation) and self._theirs is not None and generation != self._theirs.generation
 
-    def _take_early(self, kind: FrameKind) -> dict[str, Any] | None:
-        fields = self._early.pop(kind, None)
-        if fields is None or self.peer is None:
-            return None
-        if fields.get("generation") != self.peer.generation or fields.get("to") != self._nonce:
-            self.stale_frames += 1
-            return None
-        return fields
+    def _move(self, what: FrameKind | Call, body: Body) -> None:
+        """Make one move, and those that frames which came early make possible."""
+        self.state = self.TRANSITIONS[self.state, what](self, body)
+        for kind in [one for one in self._early if (self.state, one) in self.TRANSITIONS]:
+            self._receive_frame(self._early.pop(kind))  # at most one: each state waits for one kind
 
-    def _may_take_ready(self) -> bool:
-        """The chooser has chosen before it hears the other's READY; the other has offered before it is chosen for."""
-        if self._peer_ready:
-            return False
-        return FrameKind.READY in self._sent if self._is_chooser else FrameKind.CARD in self._sent
+    def _call(self, call: Call, body: Body) -> None:
+        if (self.state, call) not in self.TRANSITIONS:
+            raise self._out_of_turn(call.value)
+        try:
+            self._move(call, body)
+        except LocalProtocolError:
+            raise
+        except KvxferError as error:  # a frame that came early
+            self.fail(error)
 
-    def _take_hello(self, fields: dict[str, Any]) -> None:
-        low_high = field(fields, "versions", list)
-        generation = field(fields, "generation", str)
-        self._peer_nonce = field(fields, "nonce", str)
-        uses_key = field(fields, "auth", bool)
-        role = field(fields, "role", str)
-        if len(low_high) != 2 or not all(type(one) is int for one in low_high):
-            raise RemoteProtocolError(f"field 'versions' is {low_high!r:.60}; two ints are expected.", field="versions")
-        if max(low_high[0], self._versions[0]) > min(low_high[1], self._versions[1]):
-            raise RemoteProtocolError(
-                f"the peer speaks protocol versions {low_high[0]} to {low_high[1]}, "
-                f"this side {self._versions[0]} to {self._versions[1]}.",
-                remedy="Use releases of kvxfer that share a protocol version on both sides.",
-                versions=tuple(low_high),
-            )
-        if generation == self._generation:
-            raise RemoteProtocolError(
-                "the engine is connected to itself.",
-                remedy="Open the address of another engine; memory of one's own needs no transfer.",
-            )
-        if self._expected_generation is not None and generation != self._expected_generation:
-            raise PeerRestartedError(
-                f"generation {self._expected_generation} was expected, {generation[:64]} answers.",
-                expected=self._expected_generation,
-                actual=generation,
-            )
-        if uses_key != (self._key is not None):
-            has, lacks = ("the peer", "this side") if uses_key else ("this side", "the peer")
-            raise AuthenticationError(
-                f"{has} uses a pre-shared key and {lacks} has none.",
-                remedy="Give both sides the same key (key=... or KVXFER_KEY), or neither.",
-            )
-        self.peer = PeerIdentity(generation, _clean(fields.get("name"), 256))
-        if role == self._role.value and self._role is Role.INITIATOR:
-            self._is_chooser = self._generation < generation
-        if self._key is None:
-            self._want_card()
-        else:
-            self.state = State.AUTH
-            self._send(
-                FrameKind.AUTH, {"proof": self._proof(self._generation, self._nonce, generation, self._peer_nonce)}
-            )
-
-    def _take_auth(self, fields: dict[str, Any]) -> None:
-        assert self.peer is not None
-        expected = self._proof(self.peer.generation, self._peer_nonce, self._generation, self._nonce)
-        if not hmac.compare_digest(field(fields, "proof", str).encode(), expected.encode()):
-            raise AuthenticationError(
-                "the pre-shared keys differ.",
-                remedy="Give both sides the same key (key=... or KVXFER_KEY); mind blanks and line ends.",
-            )
-        self._want_card()
-
-    def _want_card(self) -> None:
-        self.state = State.CARD
-        self._card_asked = True
-        self._events.append(CardWanted())
-
-    def _take_ready(self, fields: dict[str, Any]) -> None:
-        transport = field(fields, "transport", str, length_max=64)
-        passed_over = {_clean(name, 64): _clean(why, 500) for name, why in field(fields, "passed_over", dict).items()}
-        if self._is_chooser:
-            assert self._chosen is not None
-            if transport != self._chosen[0]:
-                raise RemoteProtocolError(f"{self._chosen[0]} was chosen, the peer is ready for {transport!r}.")
-        else:
-            self._chosen = (transport, passed_over)
-            self._events.append(TransportChosen(transport, passed_over))
-        self._peer_ready = True
-
-    def _receive_error(self, fields: dict[str, Any]) -> None:
-        code, message, remedy = (_clean(fields.get(name)) for name in ("code", "message", "remedy"))
-        who = self.peer.name if self.peer is not None else "the peer"
-        kind = RELAYED.get(code, PeerRefusedError)
-        self._over(Failed(kind(f"{who} answered: {message}", remedy=remedy, code=code)))
-
-    def _end_of_stream(self) -> None:
-        if self.state is State.ESTABLISHED:
-            told, remedy = "the connection was closed without goodbye", "The peer has died or been killed."
-        else:
-            told = f"the connection was closed during the handshake; missing: {self.state.value}"
-            remedy = "The peer has died, refuses more connections, or is not a kvxfer engine."
-        self._over(Failed(PeerClosedError(f"{told}.", remedy=remedy, state=self.state.name)))
+    def _end_stream(self) -> None:
+        self._decoder.check_end()
+        missing = None if self.state is State.ESTABLISHED else self.state.value
+        error = stream_ended(self._label, self.state.name, missing)
+        self._end(State.FAILED, error, Failed(error))
 
     # Frames out.
 
-    def _send(self, kind: FrameKind, fields: dict[str, Any]) -> None:
-        self._sent[kind] = fields
-        self._put(kind, 0)
-
-    def _put(self, kind: FrameKind, flags: int) -> None:
-        fields = self._sent[kind]
+    def _send(self, kind: FrameKind, body: Body) -> None:
         if kind is not FrameKind.HELLO:
-            fields = {**fields, "generation": self._generation, "to": self._peer_nonce}
-        self._outgoing += encode_json(kind, fields, flags=flags)
+            body = {**body, "generation": self._ours.generation, "echo": self._theirs.nonce if self._theirs else ""}
+        frame = encode_json(kind, body, 0, self._sequence + 1)
+        self._sequence += 1
+        self._outgoing += frame
+        self._sent[kind] = frame[HEADER.size :]
 
     def _send_again(self, flags: int) -> None:
-        """Everything sent so far once more; the last with `flags`, which makes the peer do the same once."""
-        kinds = list(self._sent)
-        for kind in kinds:
-            self._put(kind, flags if kind is kinds[-1] else 0)
+        for kind, body in self._sent.items():
+            self._sequence += 1
+            self._outgoing += encode(kind, body, flags, self._sequence)
 
-    def _proof(self, generation: str, nonce: str, to_generation: str, to_nonce: str) -> str:
-        assert self._key is not None
-        parts = [AUTH_CONTEXT, *(part.encode() for part in (generation, nonce, to_generation, to_nonce))]
-        return hmac.new(self._key, b"\0".join(parts), hashlib.sha256).hexdigest()
+    # Ends and words.
 
-    def _over(self, event: Event) -> None:
-        self.state = State.OVER
+    def _end(self, state: State, error: KvxferError, event: Event | None) -> None:
+        self.state = state
+        self._error = error
         self._early.clear()
-        self._events.append(event)
+        self._sent.clear()
+        self._decoder = FrameDecoder(kinds=())
+        if event is not None:
+            self._events.append(event)
 
+    def _out_of_turn(self, what: str) -> KvxferError:
+        if self._error is not None:
+            return self._error
+        return LocalProtocolError(f"{what} was called out of turn; the next step is {self.state.value}.")
 
-def _clean(text: object, length_max: int = TEXT_MAX) -> str:
-    """Return a peer's text, fit to be shown: printable and not too long."""
-    return "".join(ch for ch in str(text)[:length_max] if ch.isprintable()) if isinstance(text, str) else ""
+    def _check_usable(self, transport: str, offers: Sequence[Sequence[str]], kind: type[KvxferError]) -> None:
+        if not all(transport in names for names in offers):
+            told = "; ".join(", ".join(names) or "none" for names in offers)
+            raise kind(f"transport {clean(transport)!r} was chosen, which is not offered ({told}).")
+
+    @property
+    def _label(self) -> str:
+        return self.peer.name if self.peer is not None else ""
+
+    @property
+    def _who(self) -> str:
+        return f"peer {self.peer.name!r}" if self.peer is not None else "the peer"

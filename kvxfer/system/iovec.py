@@ -19,6 +19,11 @@ CData = Any
 """A cffi pointer. cffi has no type stubs."""
 
 
+def address_of(data: bytes | bytearray) -> int:
+    """Return where the bytes are; who uses the address holds `data`, and never resizes it."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(data)))
+
+
 class IovecCursor:
     """Rows to send or receive in order, and how far that has come.
 
@@ -46,11 +51,6 @@ class IovecCursor:
         """Whether every byte has been moved."""
         return self.nbytes_done >= self.nbytes_total
 
-    @property
-    def rows_done(self) -> int:
-        """How many rows, counted from the first, are wholly done."""
-        return self._index
-
     def window(self, nbytes_max: int) -> tuple[CData, int]:
         """Return a pointer to the next iovecs and their count: at most IOV_MAX rows; rows that start within the next
         `nbytes_max` bytes, so that one call stays short enough to look at the clock between two."""
@@ -71,23 +71,27 @@ class IovecCursor:
         self._index = index
 
 
-class SingleCursor:
-    """The same for one row, without numpy: the way of short messages. Reusable by `reset`."""
+class ShortCursor:
+    """The same for one or two rows, without numpy: the way of short messages. Reusable by `reset`."""
 
-    __slots__ = ("_iovec", "nbytes_done", "nbytes_total")
+    __slots__ = ("_count", "_first_nbytes", "_index", "_iovecs", "nbytes_done", "nbytes_total")
 
-    rows_done = 0
+    def __init__(self) -> None:
+        self._iovecs = ffi.new("struct iovec[2]")
+        self.reset(0, 0)
 
-    def __init__(self, base: int = 0, nbytes: int = 0) -> None:
-        self._iovec = ffi.new("struct iovec *")
-        self.reset(base, nbytes)
-
-    def reset(self, base: int, nbytes: int) -> None:
-        """Begin anew with another row."""
-        self._iovec.base = base
-        self._iovec.nbytes = nbytes
+    def reset(self, base: int, nbytes: int, base2: int = 0, nbytes2: int = 0) -> None:
+        """Begin anew with other rows."""
+        first, second = self._iovecs
+        first.base, first.nbytes = base, nbytes
+        self._count = 1
+        if nbytes2:
+            second.base, second.nbytes = base2, nbytes2
+            self._count = 2
+        self._first_nbytes = nbytes
+        self._index = 0
         self.nbytes_done = 0
-        self.nbytes_total = nbytes
+        self.nbytes_total = nbytes + nbytes2
 
     @property
     def is_done(self) -> bool:
@@ -95,11 +99,17 @@ class SingleCursor:
         return self.nbytes_done >= self.nbytes_total
 
     def window(self, nbytes_max: int) -> tuple[CData, int]:
-        """Return a pointer to the iovec of what is left, and 1."""
-        return self._iovec, 1
+        """Return a pointer to the iovecs of what is left, and their count."""
+        return self._iovecs + self._index, self._count - self._index
 
     def advance(self, nbytes: int) -> None:
         """Note that `nbytes` more bytes were moved."""
         self.nbytes_done += nbytes
-        self._iovec.base += nbytes
-        self._iovec.nbytes -= nbytes
+        if self.nbytes_done >= self.nbytes_total:
+            return
+        if self._index == 0 and self.nbytes_done >= self._first_nbytes and self._count == 2:
+            self._index = 1
+            nbytes = self.nbytes_done - self._first_nbytes
+        row = self._iovecs[self._index]
+        row.base += nbytes
+        row.nbytes -= nbytes

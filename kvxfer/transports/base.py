@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from kvxfer.errors import KvxferError
+from kvxfer.memory.regions import Region
 from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
 
 if TYPE_CHECKING:
@@ -36,61 +37,63 @@ class Transfer:
     begins with.
     nbytes_done: known to be in place. nbytes_moved: handed to the medium or taken from it, to see whether it moves.
     slices_left: after a failure, the slices that are not wholly in place (None: none is known to be).
-    region_rows gives for each slice its place in `regions`, the peer's regions as they were at submit.
+    region_rows gives for each slice its place in `regions`, the peer's regions as they were at submit; `used` are the
+    local regions, pinned until the end.
     A batch of one row keeps its three numbers as they are, in `single`, and makes columns only if asked.
     """
 
-    __slots__ = (
-        "_columns",
-        "error",
-        "finished",
-        "first_row",
-        "lock",
-        "nbytes_done",
-        "nbytes_moved",
-        "nbytes_total",
-        "notify",
-        "on_finish",
-        "opcode",
-        "region_rows",
-        "regions",
-        "row_count",
-        "single",
-        "slices_left",
-        "stop",
-        "work",
-    )
+    # Defaults of the class: a transfer of one row sets six attributes, not twenty, and that is a third of its cost.
+    _columns: tuple[AddressColumn, AddressColumn, AddressColumn] | None = None
+    region_rows: AddressColumn | None = None
+    first_row: AddressColumn | None = None
+    row_count: int = 1
+    single: tuple[int, int, int] | None = None
+    nbytes_done: int = 0
+    nbytes_moved: int = 0
+    slices_left: AddressColumn | None = None
+    work: Any = None
+    stop: KvxferError | None = None
+    error: KvxferError | None = None
+    finished: bool = False
 
     def __init__(
         self,
         opcode: Opcode,
-        regions: Sequence[RegionDescriptor],
-        *,
-        single: tuple[int, int, int] | None = None,
-        columns: tuple[AddressColumn, AddressColumn, AddressColumn] | None = None,
-        region_rows: AddressColumn | None = None,
-        first_row: AddressColumn | None = None,
-        row_count: int = 1,
-        notify: bytes | None = None,
+        regions: tuple[RegionDescriptor, ...],
+        used: tuple[Region, ...],
+        notify: bytes | None,
+        nbytes_total: int,
+        on_finish: Callable[[Transfer], None],
     ) -> None:
         self.opcode = opcode
         self.regions = regions
-        self.single = single
-        self._columns = columns
-        self.region_rows = region_rows
-        self.first_row = first_row
-        self.row_count = row_count
+        self.used = used
         self.notify = notify
-        self.nbytes_total = single[2] if single is not None else int(columns[2].sum()) if columns is not None else 0
-        self.nbytes_done = 0
-        self.nbytes_moved = 0
-        self.slices_left: AddressColumn | None = None
-        self.work: Any = None
+        self.nbytes_total = nbytes_total
+        self.on_finish = on_finish
         self.lock = threading.Lock()
-        self.stop: KvxferError | None = None
-        self.error: KvxferError | None = None
-        self.finished = False
-        self.on_finish: Callable[[Transfer], None] | None = None
+
+    @classmethod
+    def of_columns(
+        cls,
+        opcode: Opcode,
+        regions: tuple[RegionDescriptor, ...],
+        used: tuple[Region, ...],
+        notify: bytes | None,
+        on_finish: Callable[[Transfer], None],
+        *,
+        columns: tuple[AddressColumn, AddressColumn, AddressColumn],
+        region_rows: AddressColumn,
+        first_row: AddressColumn,
+        row_count: int,
+    ) -> Transfer:
+        """Return a transfer of many rows."""
+        transfer = cls(opcode, regions, used, notify, int(columns[2].sum()), on_finish)
+        transfer._columns = columns
+        transfer.region_rows = region_rows
+        transfer.first_row = first_row
+        transfer.row_count = row_count
+        return transfer
 
     @property
     def columns(self) -> tuple[AddressColumn, AddressColumn, AddressColumn]:
@@ -106,11 +109,11 @@ class Transfer:
         assert not self.finished, "a transfer ends once"
         if error is None:
             self.nbytes_done = self.nbytes_total
-        self.error = error
+        else:
+            self.error = error
         self.work = None
         self.finished = True
-        if self.on_finish is not None:
-            self.on_finish(self)
+        self.on_finish(self)
 
 
 class Delivery(Protocol):
@@ -146,9 +149,16 @@ class Endpoint(ABC):
     def unreachable(self, region: RegionDescriptor) -> str | None:
         """Return why this endpoint cannot reach `region`, or None where it can. Cheap: called for each batch."""
 
+    def copy_row(self, opcode: Opcode, local: int, remote: int, nbytes: int, region: RegionDescriptor) -> bool:
+        """Move one short row here and now, if that takes a few microseconds and can wait for nobody; else return False.
+
+        The caller has checked the row and holds the region table's guard, which keeps both regions in place.
+        """
+        return False
+
     @abstractmethod
     def post(self, transfer: Transfer) -> None:
-        """Take the transfer on and start it as far as that does not block."""
+        """Take the transfer on and start it as far as that does not block. The caller holds `transfer.lock`."""
 
     @abstractmethod
     def progress(self, transfer: Transfer, until: float) -> None:

@@ -117,8 +117,11 @@ class Loop:
             while not self._closing:
                 now = time.monotonic()
                 timeout: float | None = None
-                if self._calls or now < spin_until:
+                if self._calls:
                     timeout = 0.0
+                elif now < spin_until:
+                    timeout = 0.0
+                    os.sched_yield()  # whoever answers may need this very core
                 elif self._timers:
                     timeout = max(0.0, self._timers[0][0] - now)
                 active = False

@@ -13,9 +13,8 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,12 @@ from kvxfer.memory.shared import SharedMemory
 from kvxfer.system.calls import memmove
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport
 from kvxfer.transports.loop import Loop
-from kvxfer.transports.shm_copy import WINDOW_NBYTES, CopyJob, MappedCopy, ProcessIdentity, ProcessVmCopy
+from kvxfer.transports.shm_copy import CopyJob, MappedCopy, ProcessIdentity, ProcessVmCopy
 from kvxfer.transports.shm_handover import HandoverClient, HandoverServer, SharedFile
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["ShmEndpoint", "ShmTransport"]
 
@@ -54,6 +56,8 @@ class ShmTransport(Transport):
         loop.call_soon(lambda: self._server.serve(loop))
         self.helpers: ThreadPoolExecutor | None = None
         if config.shm_copy_threads > 1:
+            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  5 ms that `import kvxfer` need not pay
+
             self.helpers = ThreadPoolExecutor(config.shm_copy_threads - 1, thread_name_prefix="kvxfer-copy")
 
     @classmethod
@@ -147,24 +151,22 @@ class ShmEndpoint(Endpoint):
             return None
         return self._process_vm_refusal
 
+    def copy_row(self, opcode: Opcode, local: int, remote: int, nbytes: int, region: RegionDescriptor) -> bool:
+        if self._closed is not None:
+            return False
+        mapping = self._mappings.get(region.region_id)
+        if mapping is not None:
+            if opcode is Opcode.WRITE:
+                memmove(remote + mapping[1], local, nbytes)
+            else:
+                memmove(local, remote + mapping[1], nbytes)
+            return True
+        if self._process_vm_refusal is None and "file" not in region.keys.get("shm", {}):
+            return self._identity.copy_row(opcode, local, remote, nbytes)
+        return False
+
     def post(self, transfer: Transfer) -> None:
-        """Copy one short row at once; otherwise only plan: the copy is made by who waits."""
-        single = transfer.single
-        if single is not None and single[2] <= WINDOW_NBYTES and self._closed is None:
-            local, remote, nbytes = single
-            region = transfer.regions[0]
-            mapping = self._mappings.get(region.region_id)
-            if mapping is not None:
-                if transfer.opcode is Opcode.WRITE:
-                    memmove(remote + mapping[1], local, nbytes)
-                else:
-                    memmove(local, remote + mapping[1], nbytes)
-                if transfer.notify is None:
-                    transfer.finish()
-                    return
-                transfer.work = _Work([], [])
-                return
-        transfer.work = None
+        """The copy is made by who waits."""
 
     def progress(self, transfer: Transfer, until: float) -> None:
         try:
@@ -228,6 +230,7 @@ class ShmEndpoint(Endpoint):
             self._closed = self._closed or error
             self._mappings.clear()
             self._client.close()
+            self._identity.close()
 
     def _plan(self, transfer: Transfer) -> _Work:
         """Split the rows by how their region is reached; map what is not mapped yet."""

@@ -24,7 +24,7 @@ import numpy as np
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, PeerClosedError, PeerUnreachableError, RemoteProtocolError
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
-from kvxfer.system.iovec import IovecCursor, SingleCursor
+from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer, Transport
 from kvxfer.transports.tcp_service import DataService, Gate
 from kvxfer.transports.tcp_wire import (
@@ -45,6 +45,8 @@ WINDOW_NBYTES = 16 << 20
 """The most one blocking call is given: 5 ms at 3 GB/s. A call ends after `TICK_S` anyway."""
 TICK_S = 0.1
 """How long a call may block (SO_RCVTIMEO, SO_SNDTIMEO): the bound on seeing a deadline, a cancel or Ctrl-C."""
+EAGER_NBYTES = 1 << 16
+"""From here on a batch begins to move at submit; a smaller one is sent as a whole by who waits for it."""
 FRESH_S = 0.05
 """A stream used within this time is taken again without a look at its health."""
 HANG_UP_TIMEOUT_S = 0.25
@@ -111,9 +113,8 @@ class TcpEndpoint(Endpoint):
 
     def post(self, transfer: Transfer) -> None:
         """Start on an idle stream if there is one, as far as the socket takes bytes at once."""
-        if self._idle and transfer.nbytes_total > self._config.spin_s * 1e9:
-            with transfer.lock:
-                self.progress(transfer, 0.0)
+        if self._idle and transfer.nbytes_total > EAGER_NBYTES:
+            self.progress(transfer, 0.0)
 
     def progress(self, transfer: Transfer, until: float) -> None:
         try:
@@ -245,44 +246,66 @@ class _Work:
 
     def begin(self, transfer: Transfer) -> None:
         """Prepare the next request: what is sent, and where the answer goes."""
-        single = transfer.single
         self.request_number = self.stream.next_request()
         self.payload_before = transfer.nbytes_done
         self.response_cursor = self.stream.response_cursor()
         self.response: Response | None = None
-        self.payload: IovecCursor | SingleCursor | None = None
-        is_write = transfer.opcode is Opcode.WRITE
-        if single is not None:
-            local, remote, nbytes = single
-            rows, total, first, stop = 1, nbytes, 0, 1
+        self.payload: IovecCursor | ShortCursor | None = None
+        if transfer.single is not None:
+            self._begin_row(transfer, *transfer.single)
         else:
-            columns = transfer.columns
-            first, stop = self._next, min(self._next + ROWS_MAX, len(columns[0]))
-            local_column, remote_column, nbytes_column = (column[first:stop] for column in columns)
-            rows, total = stop - first, int(nbytes_column.sum())
-            remote, nbytes = (int(remote_column[0]), total) if rows == 1 else (0, total)
+            self._begin_rows(transfer)
+
+    def _begin_row(self, transfer: Transfer, local: int, remote: int, nbytes: int) -> None:
+        """The short way, without numpy: it decides the latency of small batches."""
+        self.is_last = True
+        self.payload_nbytes = nbytes
+        head = self._pack(transfer, 1, remote, nbytes, transfer.notify)
+        request, payload = self.stream.short_cursors
+        if transfer.opcode is Opcode.WRITE:
+            request.reset(head, len(self._header), local, nbytes)
+        else:
+            request.reset(head, len(self._header))
+            payload.reset(local, nbytes)
+            self.payload = payload
+        self.request: IovecCursor | ShortCursor = request
+
+    def _begin_rows(self, transfer: Transfer) -> None:
+        columns = transfer.columns
+        first, stop = self._next, min(self._next + ROWS_MAX, len(columns[0]))
         self._next = stop
-        self.is_last = single is not None or stop == len(transfer.columns[0])
+        self.is_last = stop == len(columns[0])
+        local, remote, nbytes = (column[first:stop] for column in columns)
+        self.payload_nbytes = total = int(nbytes.sum())
         notify = transfer.notify if self.is_last else None
-        header = Request(
-            transfer.opcode, rows, len(notify or b""), self.request_number, total, remote, nbytes, notify is not None
-        ).pack()
-        self.payload_nbytes = total
-        if rows > 1:
-            header += remote_column.astype(COLUMN_DTYPE).tobytes() + nbytes_column.astype(COLUMN_DTYPE).tobytes()
-        header += notify or b""
-        self._header = np.frombuffer(header, np.uint8)  # keeps the bytes where they are until they are sent
-        self.header_nbytes = len(header)
-        head = int(self._header.ctypes.data)
-        if single is not None:
-            local_column, nbytes_column = np.array([local]), np.array([nbytes])
-        if is_write:
-            self.request: IovecCursor | SingleCursor = IovecCursor(
-                np.concatenate(([head], local_column)), np.concatenate(([len(header)], nbytes_column))
-            )
+        if stop - first == 1:
+            head = self._pack(transfer, 1, int(remote[0]), total, notify)
         else:
-            self.request = SingleCursor(head, len(header))
-            self.payload = IovecCursor(local_column, nbytes_column)
+            rows = remote.astype(COLUMN_DTYPE).tobytes() + nbytes.astype(COLUMN_DTYPE).tobytes()
+            head = self._pack(transfer, stop - first, 0, total, notify, rows)
+        if transfer.opcode is Opcode.WRITE:
+            self.request = IovecCursor(np.concatenate(([head], local)), np.concatenate(([len(self._header)], nbytes)))
+        else:
+            self.request = self.stream.short_cursors[0]
+            self.request.reset(head, len(self._header))
+            self.payload = IovecCursor(local, nbytes)
+
+    def _pack(
+        self, transfer: Transfer, row_count: int, remote: int, nbytes: int, notify: bytes | None, rows: bytes = b""
+    ) -> int:
+        """Build the header and what follows it before the payload; returns where it is."""
+        header = Request(
+            transfer.opcode,
+            row_count,
+            len(notify or b""),
+            self.request_number,
+            nbytes,
+            remote,
+            nbytes,
+            notify is not None,
+        )
+        self._header = header.pack() + rows + (notify or b"")
+        return address_of(self._header)
 
 
 class _Stream:
@@ -301,8 +324,10 @@ class _Stream:
         self._messenger = Messenger()
         self._requests = 0
         self._response = bytearray(RESPONSE_NBYTES)
-        self._response_address = int(np.frombuffer(self._response, np.uint8).ctypes.data)
-        self._response_cursor = SingleCursor()
+        self._response_address = address_of(self._response)
+        self.short_cursors = ShortCursor(), ShortCursor()
+        """For a request and for the payload of its answer."""
+        self._response_cursor = ShortCursor()
         self._readable = select.poll()
         self._readable.register(self._fd, select.POLLIN)
         self._writable = select.poll()
@@ -314,7 +339,7 @@ class _Stream:
         self._requests += 1
         return self._requests
 
-    def response_cursor(self) -> SingleCursor:
+    def response_cursor(self) -> ShortCursor:
         """Return a cursor over an empty response header."""
         self._response_cursor.reset(self._response_address, RESPONSE_NBYTES)
         return self._response_cursor
@@ -345,8 +370,8 @@ class _Stream:
                     )
                 if response.status == REFUSED:
                     self._refusal = bytearray(response.nbytes)
-                    address = int(np.frombuffer(self._refusal, np.uint8).ctypes.data)
-                    work.payload = SingleCursor(address, response.nbytes)
+                    work.payload = self.short_cursors[1]
+                    self.short_cursors[1].reset(address_of(self._refusal), response.nbytes)
                 elif response.nbytes != (0 if work.payload is None else work.payload.nbytes_total):
                     raise RemoteProtocolError(f"{self._label} answers with {response.nbytes} bytes.", peer=self._label)
             if work.payload is not None:
@@ -380,7 +405,7 @@ class _Stream:
 
     def _drive(
         self,
-        cursor: IovecCursor | SingleCursor,
+        cursor: IovecCursor | ShortCursor,
         transfer: Transfer,
         until: float,
         *,
@@ -409,7 +434,9 @@ class _Stream:
             now = time.monotonic()
             if now >= until:
                 return False
-            if moved == -errno.EAGAIN and not blocking and now >= spin_until:
+            if now < spin_until:
+                os.sched_yield()  # the peer may need this very core to answer
+            elif moved == -errno.EAGAIN and not blocking:
                 poll = self._writable if sending else self._readable
                 poll.poll(min(TICK_S, until - now) * 1e3)
                 now = time.monotonic()

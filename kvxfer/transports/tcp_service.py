@@ -22,13 +22,14 @@ from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, RemoteProtocolError, UsageError
 from kvxfer.log import get_logger
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
-from kvxfer.system.iovec import IovecCursor, SingleCursor
+from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 from kvxfer.transports.tcp_wire import (
     COLUMN_DTYPE,
     OK,
     REFUSED,
     REQUEST_NBYTES,
+    RESPONSE_NBYTES,
     Request,
     Response,
     pack_refusal,
@@ -48,6 +49,9 @@ class Gate(Protocol):
     def admit(self, opcode: Opcode, addresses: AddressColumn, nbytes: AddressColumn) -> Callable[[], None]:
         """Check rows against the registered regions and their rights and pin these; returns the unpin call. Raises
         UsageError naming the row."""
+
+    def admit_row(self, opcode: Opcode, address: int, nbytes: int) -> Callable[[], None]:
+        """The same for one row."""
 
     def notify(self, peer: str, payload: bytes) -> None:
         """Hand a notification to the application."""
@@ -154,9 +158,9 @@ class _DataConnection:
         self._notify_nbytes_max = notify_nbytes_max
         self._messenger = Messenger()
         self._header = bytearray(REQUEST_NBYTES)
-        self._header_array = np.frombuffer(self._header, np.uint8)
-        self._header_cursor = SingleCursor()
-        self._row_cursor = SingleCursor()
+        self._header_address = address_of(self._header)
+        self._header_cursor = ShortCursor()
+        self._row_cursor = ShortCursor()
         self._scratch: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._release: Callable[[], None] | None = None
         self._closed = False
@@ -200,8 +204,8 @@ class _DataConnection:
     # One step: False when the socket has no more for us now.
 
     def _await_request(self) -> None:
-        self._header_cursor.reset(int(self._header_array.ctypes.data), REQUEST_NBYTES)
-        self._cursor: IovecCursor | SingleCursor = self._header_cursor
+        self._header_cursor.reset(self._header_address, REQUEST_NBYTES)
+        self._cursor: IovecCursor | ShortCursor = self._header_cursor
         self._is_sending = False
         self._then: Callable[[], None] = self._on_header
 
@@ -231,11 +235,11 @@ class _DataConnection:
             self._watching = events
             self.loop.watch(self, events)
 
-    def _receive(self, cursor: IovecCursor | SingleCursor, then: Callable[[], None]) -> None:
+    def _receive(self, cursor: IovecCursor | ShortCursor, then: Callable[[], None]) -> None:
         self._cursor, self._is_sending, self._then = cursor, False, then
         self._watch(READABLE)
 
-    def _send(self, cursor: IovecCursor | SingleCursor, then: Callable[[], None]) -> None:
+    def _send(self, cursor: IovecCursor | ShortCursor, then: Callable[[], None]) -> None:
         self._cursor, self._is_sending, self._then = cursor, True, then
 
     # The states.
@@ -261,29 +265,31 @@ class _DataConnection:
     def _on_rows(self) -> None:
         request = self._request
         opcode = Opcode(request.opcode)
-        if self._columns is None:
-            addresses, nbytes = np.array([request.address]), np.array([request.nbytes])
-        else:
-            addresses, nbytes = self._columns
+        gate = self._service.gate
         try:
-            self._check_sum(nbytes, request.payload_nbytes)
-            self._release = self._service.gate.admit(opcode, addresses, nbytes)
+            if self._columns is None:
+                self._release = gate.admit_row(opcode, request.address, request.nbytes)
+            else:
+                addresses, nbytes = self._columns
+                self._check_sum(nbytes, request.payload_nbytes)
+                self._release = gate.admit(opcode, addresses, nbytes)
         except UsageError as error:
             self._refuse(error)
             return
-        if self._columns is None:
-            self._row_cursor.reset(request.address, request.nbytes)
-            rows: IovecCursor | SingleCursor = self._row_cursor
-        elif opcode is Opcode.WRITE:
-            rows = IovecCursor(addresses, nbytes)
+        cursor: IovecCursor | ShortCursor = self._row_cursor
         if opcode is Opcode.WRITE:
-            self._receive(rows, self._on_written)
+            if self._columns is None:
+                self._row_cursor.reset(request.address, request.nbytes)
+            else:
+                cursor = IovecCursor(addresses, nbytes)
+            self._receive(cursor, self._on_written)
             return
         head = self._keep(Response(OK, request.number, request.payload_nbytes).pack())
-        self._send(
-            IovecCursor(np.concatenate(([int(head.ctypes.data)], addresses)), np.concatenate(([head.nbytes], nbytes))),
-            self._on_answered,
-        )
+        if self._columns is None:
+            self._row_cursor.reset(head, RESPONSE_NBYTES, request.address, request.nbytes)
+        else:
+            cursor = IovecCursor(np.concatenate(([head], addresses)), np.concatenate(([RESPONSE_NBYTES], nbytes)))
+        self._send(cursor, self._on_answered)
 
     @staticmethod
     def _check_sum(nbytes: AddressColumn, payload_nbytes: int) -> None:
@@ -323,8 +329,7 @@ class _DataConnection:
         self._receive(self._row_cursor, self._discard)
 
     def _answer(self, data: bytes) -> None:
-        array = self._keep(data)
-        self._row_cursor.reset(int(array.ctypes.data), array.nbytes)
+        self._row_cursor.reset(self._keep(data), len(data))
         self._send(self._row_cursor, self._on_answered)
 
     def _on_answered(self) -> None:
@@ -333,9 +338,10 @@ class _DataConnection:
         self._watch(READABLE)
         self._await_request()
 
-    def _keep(self, data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        self._answer_bytes = np.frombuffer(data, np.uint8)
-        return self._answer_bytes
+    def _keep(self, data: bytes) -> int:
+        """Hold bytes until the next ones and return where they are."""
+        self._answer_bytes = data
+        return address_of(data)
 
     def _let_go(self) -> None:
         release, self._release = self._release, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ OK, REFUSED = 0, 1
 COLUMN_DTYPE = np.dtype("<i8")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """opcode: 1 WRITE, 2 READ. address, nbytes: the row where row_count is 1, else 0 and the sum over all rows."""
 
     opcode: int
@@ -83,8 +82,7 @@ class Request:
         return cls(opcode, rows, notify, number, payload, address, nbytes, bool(flags))
 
 
-@dataclass(frozen=True)
-class Response:
+class Response(NamedTuple):
     """The answer to request `number`: OK with its payload size (READ) or 0, or REFUSED with the size of its text."""
 
     status: int

@@ -158,7 +158,7 @@ def _memlock_nbytes() -> int | None:
 
 
 def _loader_text(exc: OSError, path: str) -> str:
-    """dlopen's text without the path that it begins with."""
+    """Return dlopen's text without the path that it begins with."""
     text = str(exc)
     return text.removeprefix(f"{path}: ") or "dlopen(3) gives no reason"
 

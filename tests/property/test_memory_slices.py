@@ -142,7 +142,8 @@ def test_cut_slices_agrees_with_a_look_at_every_byte(
         for table in (local_table, remote_table)
     )
     row = st.tuples(st.sampled_from(sorted(local_owner)), st.sampled_from(sorted(remote_owner)), st.integers(1, 20))
-    rows = data.draw(st.lists(row, min_size=1, max_size=5))
+    anywhere = st.tuples(st.integers(0, 80), st.integers(0, 80), st.integers(1, 20))
+    rows = data.draw(st.lists(row, min_size=1, max_size=5)) + data.draw(st.lists(anywhere, max_size=1))
     bad = [
         any(a + k not in local_owner for k in range(n)) or any(b + k not in remote_owner for k in range(n))
         for a, b, n in rows

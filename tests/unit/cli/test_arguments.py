@@ -32,7 +32,7 @@ def test_size_reads_binary_and_decimal_units(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "KiB", "12Q", "-4KiB", "0", "1.0000001KiB", "1e9", "0x10", "9999TiB", "64KiB,1"])
 def test_size_refuses_and_quotes_the_word(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="size|bytes|range") as caught:
+    with pytest.raises(ArgumentTypeError, match=r"size|bytes|range") as caught:
         arguments.size(text)
 
     assert repr(text) in str(caught.value)

@@ -101,9 +101,7 @@ def test_colour_only_on_a_terminal_that_wants_it(environ: dict[str, str], termin
         ({"LANG": "en_US.UTF-8"}, "iso-8859-1", False),
     ],
 )
-def test_blocks_only_where_locale_and_stream_know_them(
-    environ: dict[str, str], encoding: str, unicode: bool
-) -> None:
+def test_blocks_only_where_locale_and_stream_know_them(environ: dict[str, str], encoding: str, unicode: bool) -> None:
     assert Style.of(Terminal(encoding), environ).unicode is unicode
 
 
@@ -115,7 +113,15 @@ def test_plain_style_adds_no_escape() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (65536, "64 KiB"), (3 << 19, "1.5 MiB"), (1 << 40, "1 TiB")],
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (65536, "64 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (1 << 40, "1 TiB"),
+    ],
 )
 def test_sizes_are_written_in_binary_units(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
@@ -130,7 +136,7 @@ def test_wrap_keeps_words_whole_and_indents() -> None:
 def test_progress_is_silent_before_its_time_and_off_a_terminal() -> None:
     early, piped = Terminal(), Terminal(is_terminal=False)
     piped_progress = Progress(piped, "bench", 2)
-    piped_progress.DELAY_S = 0.0  # type: ignore[misc]
+    piped_progress.DELAY_S = 0.0
 
     Progress(early, "bench", 2).step("one")
     piped_progress.step("one")

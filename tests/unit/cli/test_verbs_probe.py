@@ -28,7 +28,8 @@ def test_missing_file_text_file_and_other_library_give_three_reasons(tmp_path: P
     text_file.write_text("this is no library\n" * 100)
 
     reports = [
-        probe_library(environ={"KVXFER_LIBIBVERBS": path}) for path in (str(tmp_path / "none.so"), str(text_file), "libc.so.6")
+        probe_library(environ={"KVXFER_LIBIBVERBS": path})
+        for path in (str(tmp_path / "none.so"), str(text_file), "libc.so.6")
     ]
 
     assert not any(report.is_loadable for report in reports)
@@ -40,7 +41,9 @@ def test_missing_file_text_file_and_other_library_give_three_reasons(tmp_path: P
 
 
 def test_soname_that_is_not_installed_says_so() -> None:
-    assert probe_library("libkvxfer-is-not-here.so.1", environ={}).problem == "libkvxfer-is-not-here.so.1 is not installed"
+    assert (
+        probe_library("libkvxfer-is-not-here.so.1", environ={}).problem == "libkvxfer-is-not-here.so.1 is not installed"
+    )
 
 
 def test_folder_given_as_library_is_explained(tmp_path: Path) -> None:

@@ -407,6 +407,26 @@ def test_rows_at_every_chunk_border_get_the_right_chunk() -> None:  # B72
     assert slices["local_chunk"].tolist() == slices["remote_chunk"].tolist() == [0, 0, 1, 3]
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "lengths"), [(65535, [65535]), (65536, [65536]), (65537, [65536, 1]), (131073, [65536, 65536, 1])]
+)
+def test_row_is_cut_from_one_byte_over_the_limit_on(nbytes: int, lengths: list[int]) -> None:  # B119
+    chunks = np.array([(BASE, 131073)], CHUNK_DTYPE)
+
+    slices = cut_slices(column(BASE + 131073 - nbytes), column(BASE), column(nbytes), chunks, chunks, 65536)
+
+    assert slices["nbytes"].tolist() == lengths
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_row_below_all_chunks_is_named(side: str) -> None:  # B120
+    addresses = {"local": column(600), "remote": column(600), side: column(400)}
+    chunks = np.array([(500, 300)], CHUNK_DTYPE)
+
+    with pytest.raises(NotRegisteredError, match=rf"row 0: {side} \[0x190"):
+        cut_slices(addresses["local"], addresses["remote"], column(50), chunks, chunks, 1000)
+
+
 @pytest.mark.parametrize("side", ["local", "remote"])
 def test_row_that_no_chunk_covers_is_named_with_its_side(side: str) -> None:
     whole = np.array([(0, 300)], CHUNK_DTYPE)

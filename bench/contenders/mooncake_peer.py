@@ -1,0 +1,69 @@
+"""Mooncake's TransferEngine (mooncake-transfer-engine-non-cuda), protocol tcp, handshake between the two processes."""
+
+from __future__ import annotations
+
+import os
+from time import perf_counter
+from typing import Any
+
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # both read when the module below is loaded
+os.environ.setdefault("GLOG_minloglevel", "2")
+
+from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
+
+from contenders.base import Peer, run_peer
+from harness import Blocks, Pool, Side, allocate_anonymous
+
+# Measured: above about 2,000 rows in a batch its tcp returns -1, refuses for seconds after, and goes on writing.
+BATCH_ROWS = 1024
+
+
+class MooncakePeer(Peer):
+    """One engine with one registered numpy pool."""
+
+    def __init__(self, *, side: Side, name: str, pool_nbytes: int) -> None:
+        super().__init__()
+        self._engine = TransferEngine()
+        _check("initialize", self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
+        self._pool = self.pools[side] = Pool(allocate_anonymous(pool_nbytes), side)
+        _check("register_memory", self._engine.register_memory(self._pool.address, pool_nbytes))
+
+    def card(self) -> tuple[str, int]:
+        return f"127.0.0.1:{self._engine.get_rpc_port()}", self._pool.address
+
+    def connect(self, card: tuple[str, int]) -> None:
+        self._target, self._remote_base = card
+
+    def prepare(self, blocks: Blocks) -> Any:
+        local, remote = (column.tolist() for column in blocks.addresses(self._pool.address, self._remote_base))
+        nbytes = [blocks.block_nbytes] * len(local)
+        starts = range(0, len(local), BATCH_ROWS)
+        return [tuple(column[start : start + BATCH_ROWS] for column in (local, remote, nbytes)) for start in starts]
+
+    def transfer(self, blocks: Blocks, prepared: Any) -> float:
+        is_write = blocks.operation == "write"
+        move = self._engine.batch_transfer_sync_write if is_write else self._engine.batch_transfer_sync_read
+        start = perf_counter()
+        for local, remote, nbytes in prepared:
+            _check("batch transfer", move(self._target, local, remote, nbytes))
+        return perf_counter() - start
+
+    def transfer_each(self, blocks: Blocks) -> list[float]:
+        move = self._engine.transfer_sync_write if blocks.operation == "write" else self._engine.transfer_sync_read
+        local, remote = (column.tolist() for column in blocks.addresses(self._pool.address, self._remote_base))
+        seconds = []
+        for local_address, remote_address in zip(local, remote, strict=True):
+            start = perf_counter()
+            code = move(self._target, local_address, remote_address, blocks.block_nbytes)
+            seconds.append(perf_counter() - start)
+            _check("transfer", code)
+        return seconds
+
+
+def _check(what: str, code: int) -> None:
+    if code != 0:
+        raise RuntimeError(f"Mooncake's {what} returned {code}")
+
+
+if __name__ == "__main__":
+    run_peer(MooncakePeer)

@@ -1,0 +1,459 @@
+"""The commands as a person runs them: processes of their own, real engines, real exit statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvxfer
+
+KVXFER = [sys.executable, "-m", "kvxfer"]
+SMALL = ["--blocks", "32", "--block-size", "16KiB", "--rounds", "2"]
+TIMEOUT_S = 60.0
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+    package = str(Path(kvxfer.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package, kept.get("PYTHONPATH", "")]))
+    return {**kept, "PYTHONPATH": path, "LANG": "C.UTF-8", **extra}
+
+
+def run(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVXFER, *words], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment(**extra), check=False
+    )
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def children_of(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def wait_until(condition: Any, timeout_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Serve:
+    """A `kvxfer serve` that is ready."""
+
+    def __init__(self, *words: str, **extra: str) -> None:
+        self.process = subprocess.Popen(
+            [*KVXFER, "serve", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**extra),
+        )
+        assert self.process.stdout is not None
+        first = self.process.stdout.readline()
+        assert first, self.process.communicate()
+        found = re.search(r"127\.0\.0\.1:\d+", first)
+        assert found is not None
+        self.first = first
+        self.address = found[0]
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str, float]:
+        started = time.monotonic()
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err, time.monotonic() - started
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    server = Serve("--size", "8MiB", "--json")
+    yield server
+    if server.process.poll() is None:
+        server.process.kill()
+        server.process.communicate()
+
+
+def test_demo_moves_verifies_and_reports_every_transport_once() -> None:
+    done = run("demo", "--json", *SMALL)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    shm, rdma, tcp = objects(done.stdout)
+    assert [item["transport"] for item in (shm, rdma, tcp)] == ["shm", "rdma", "tcp"]
+    for item in (shm, tcp):
+        assert item["verified"] is True
+        assert item["usable"] is True
+        for name in (
+            "write_gbps",
+            "read_gbps",
+            "latency_4k_p50_us",
+            "memcpy_ratio_write",
+            "memcpy_ratio_read",
+        ):
+            assert item[name] > 0
+    assert rdma["usable"] is False
+    assert rdma["reason"]
+    assert rdma["remedy"]
+
+
+def test_demo_shows_a_table_without_colour_when_piped() -> None:
+    done = run("demo", *SMALL)
+
+    assert done.returncode == 0
+    assert "shm (registered memory)" in done.stdout
+    assert "every byte" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_demo_of_one_transport_leaves_the_others_out() -> None:
+    done = run("demo", "--json", "--transports", "tcp", *SMALL)
+
+    shm, _rdma, tcp = objects(done.stdout)
+    assert done.returncode == 0
+    assert shm["skipped"] is True
+    assert tcp["verified"] is True
+
+
+def test_demo_of_rdma_alone_fails_and_says_why() -> None:
+    done = run("demo", "--json", "--transports", "rdma", *SMALL)
+
+    rdma = objects(done.stdout)[1]
+    assert done.returncode == 1
+    assert (rdma["transport"], rdma["usable"]) == ("rdma", False)
+    assert rdma["remedy"]
+
+
+def test_interrupted_demo_leaves_no_child() -> None:
+    demo = subprocess.Popen(
+        [*KVXFER, "demo", "--rounds", "1000000", "--blocks", "32"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    (child,) = wait_until(lambda: children_of(demo.pid))
+
+    demo.send_signal(signal.SIGINT)
+    _, err = demo.communicate(timeout=20)
+
+    assert demo.returncode == 130
+    assert err == "interrupted\n"
+    assert not is_running(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_demo_leaves_no_child(number: int) -> None:
+    demo = subprocess.Popen(
+        [*KVXFER, "demo", "--rounds", "1000000", "--blocks", "32"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+    (child,) = wait_until(lambda: children_of(demo.pid))
+    wait_until(lambda: "kvxfer-" in "".join(_thread_names(child)))
+
+    demo.send_signal(number)
+    demo.wait(20)
+
+    wait_until(lambda: not is_running(child), timeout_s=3)
+
+
+def _thread_names(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        return ["kvxfer-" for one in descriptors if "memfd:kvxfer" in _target(one)]
+    return []
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(link)
+    return ""
+
+
+def test_child_that_dies_fails_the_demo_with_a_message() -> None:
+    demo = subprocess.Popen(
+        [*KVXFER, "demo", "--rounds", "1000000", "--blocks", "32"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    (child,) = wait_until(lambda: children_of(demo.pid))
+    wait_until(lambda: _thread_names(child))
+
+    os.kill(child, signal.SIGKILL)
+    out, err = demo.communicate(timeout=60)
+
+    assert demo.returncode == 1
+    assert "Traceback" not in err
+    assert "second process" in out + err or "is gone" in out + err or "closed" in out + err
+
+
+def test_serve_tells_its_address_and_its_peers_and_stops_at_once(serve: Serve) -> None:
+    ready = json.loads(serve.first)
+
+    done = run("bench", "--peer", serve.address, "--json", "--sizes", "4KiB,64KiB", "--blocks", "4", "--rounds", "2")
+    status, out, err, seconds = serve.stop()
+
+    assert (ready["event"], ready["region"], ready["nbytes"]) == ("ready", "kvxfer.serve", 8 << 20)
+    rows = objects(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {(row["op"], row["block_nbytes"]) for row in rows} == {
+        (operation, size) for operation in ("write", "read") for size in (4096, 65536)
+    }
+    assert all(row["verified"] and row["peer"] == serve.address and row["gbps"] > 0 for row in rows)
+    assert (status, err) == (0, "")
+    assert seconds < 2
+    events = [item["event"] for item in objects(out)]
+    assert events[0] == "peer.connected"
+    assert "peer.disconnected" in events
+    assert events[-1] == "stopped"
+
+
+def test_serve_ends_cleanly_on_ctrl_c(serve: Serve) -> None:
+    status, out, err, seconds = serve.stop(signal.SIGINT)
+
+    assert (status, err) == (0, "")
+    assert objects(out)[-1]["event"] == "stopped"
+    assert seconds < 2
+
+
+def test_bench_over_a_chosen_transport_against_a_peer(serve: Serve) -> None:
+    done = run("bench", "--peer", serve.address, "--transport", "tcp", "--json", "--sizes", "4KiB", "--blocks", "4")
+
+    assert done.returncode == 0
+    assert {row["transport"] for row in objects(done.stdout)} == {"tcp"}
+
+
+def test_bench_larger_than_the_peer_says_how_to_serve_more(serve: Serve) -> None:
+    done = run("bench", "--peer", serve.address, "--sizes", "1MiB")
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "kvxfer serve --size 128MiB" in done.stderr
+
+
+def test_bench_here_measures_every_transport_and_draws_bars() -> None:
+    done = run("bench", "--sizes", "4KiB,16KiB", "--blocks", "8", "--rounds", "2")
+
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("shm", "tcp", "write", "read", "8 x 16 KiB", "█"))
+
+
+def test_bench_in_the_c_locale_draws_in_ascii() -> None:
+    done = run("bench", "--sizes", "4KiB", "--blocks", "8", "--rounds", "1", "--transport", "tcp", LANG="C", LC_ALL="")
+
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert "#" in done.stdout
+
+
+def test_bench_of_memory_the_caller_owns() -> None:
+    words = ["--memory", "registered", "--sizes", "16KiB", "--blocks", "8", "--rounds", "1", "--json"]
+
+    done = run("bench", *words)
+
+    assert done.returncode == 0
+    assert all(row["verified"] for row in objects(done.stdout))
+
+
+def test_key_from_the_environment_lets_the_right_peer_in_and_no_other() -> None:
+    server = Serve("--size", "4MiB", "--key-env", "SECRET", SECRET="correct horse battery")
+    words = [
+        "bench",
+        "--peer",
+        server.address,
+        "--sizes",
+        "4KiB",
+        "--blocks",
+        "2",
+        "--rounds",
+        "1",
+        "--key-env",
+        "SECRET",
+    ]
+
+    right = run(*words, SECRET="correct horse battery")
+    wrong = run(*words, SECRET="incorrect horse battery")
+    server.stop()
+
+    assert right.returncode == 0
+    assert wrong.returncode == 1
+    assert "key" in wrong.stderr
+    assert "horse" not in wrong.stderr + wrong.stdout
+
+
+def test_doctor_gives_one_object_per_check() -> None:
+    done = run("doctor", "--json")
+
+    checks = objects(done.stdout)
+    assert done.stderr == ""
+    assert all(sorted(check) == ["name", "remedy", "status", "value"] for check in checks)
+    assert done.returncode == any(check["status"] == "fail" for check in checks)
+    names = [check["name"] for check in checks]
+    assert len(set(names)) == len(names)
+    assert {"python", "memfd", "process_vm_readv", "transport shm", "transport rdma", "transport tcp"} <= set(names)
+
+
+def test_doctor_opens_a_peer_and_names_what_carries(serve: Serve) -> None:
+    done = run("doctor", "--json", "--peer", serve.address)
+
+    (peer,) = [check for check in objects(done.stdout) if check["name"] == "peer"]
+    assert (done.returncode, peer["status"]) == (0, "ok")
+    assert "shm carries" in peer["value"]
+
+
+def test_doctor_says_why_a_transport_to_the_peer_was_passed_over() -> None:
+    server = Serve("--size", "4MiB", "--transport", "tcp")
+
+    done = run("doctor", "--json", "--peer", server.address)
+    server.stop()
+
+    checks = {check["name"]: check for check in objects(done.stdout)}
+    assert "tcp carries" in checks["peer"]["value"]
+    assert "passed over" in checks["peer shm"]["value"]
+
+
+def test_doctor_fails_for_a_peer_that_is_not_there() -> None:
+    done = run("doctor", "--json", "--peer", "127.0.0.1:1", KVXFER_CONNECT_TIMEOUT_S="0.3")
+
+    (peer,) = [check for check in objects(done.stdout) if check["name"] == "peer"]
+    assert (done.returncode, peer["status"]) == (1, "fail")
+    assert peer["remedy"]
+
+
+def test_doctor_reports_a_broken_setting_and_goes_on() -> None:
+    done = run("doctor", "--json", KVXFER_PORT="many")
+
+    checks = objects(done.stdout)
+    assert done.returncode == 1
+    assert checks[0]["name"] == "settings"
+    assert "KVXFER_PORT" in checks[0]["value"]
+    assert len(checks) > 15
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["demo", "--transports", "efa"], 2, "'efa'"),
+        (["demo", "--block-size", "12Q"], 2, "64KiB"),
+        (["demo", "--block-size", "12"], 2, "multiple of 8"),
+        (["demo", "--blocks", "0"], 2, "at least 1"),
+        (["demo", "--pool-size", "64KiB"], 2, "larger pool"),
+        (["serve", "--port", "70000"], 2, "65535"),
+        (["serve", "--size", "4000TiB"], 2, "1024TiB"),
+        (["serve", "--size", "1000TiB"], 1, "Ask for less"),
+        (["serve", "--transport", "rdma"], 1, "no RDMA device"),
+        (["bench", "--peer", "nohost"], 2, "192.0.2.10:41234"),
+        (["bench", "--peer", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+        (["bench", "--transport", "rdma"], 1, "no RDMA device"),
+        (["bench", "--op", "append"], 2, "write, read"),
+        (["bench", "--plot", "x.jpg"], 2, ".png or .svg"),
+        (["bench", "--key-env", "NOT_SET_ANYWHERE"], 2, "export NOT_SET_ANYWHERE="),
+        (["frobnicate"], 2, "invalid choice"),
+        (["demo", "--frobnicate"], 2, "kvxfer demo --help"),
+    ],
+)
+def test_mistake_is_told_in_one_line_with_what_to_do(words: list[str], status: int, told: str) -> None:
+    done = run(*words, KVXFER_CONNECT_TIMEOUT_S="0.3")
+
+    assert done.returncode == status
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def test_port_in_use_is_told_with_the_port(serve: Serve) -> None:
+    port = serve.address.rpartition(":")[2]
+
+    done = run("serve", "--port", port)
+
+    assert done.returncode in (1, 2)
+    assert done.stderr.count("\n") == 1
+    assert port in done.stderr
+
+
+def test_traceback_is_shown_when_asked_for() -> None:
+    done = run("demo", "--block-size", "12", KVXFER_TRACEBACK="1")
+
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "UsageError" in done.stderr
+
+
+def test_reader_that_goes_away_is_no_error() -> None:
+    doctor = subprocess.Popen(
+        [*KVXFER, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert doctor.stdout is not None
+    assert doctor.stderr is not None
+    doctor.stdout.close()
+
+    err = doctor.stderr.read()
+    doctor.wait(20)
+    doctor.stderr.close()
+
+    assert (doctor.returncode, err) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["", "demo", "serve", "bench", "doctor"])
+def test_help_teaches_by_example(command: str) -> None:
+    done = run(*command.split(), "--help")
+
+    assert done.returncode == 0
+    assert "examples:" in done.stdout
+    assert f"kvxfer {command}" in done.stdout
+
+
+def test_version_is_that_of_the_package() -> None:
+    done = run("--version")
+
+    assert done.stdout == f"kvxfer {kvxfer.__version__}\n"
+
+
+@pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colour_on_a_terminal_only_where_it_is_wanted(extra: dict[str, str], coloured: bool) -> None:
+    leader, follower = pty.openpty()
+    env = environment(**{"TERM": "xterm-256color", **extra})
+    env.pop("NO_COLOR", None) if "NO_COLOR" not in extra else None
+    process = subprocess.Popen([*KVXFER, "doctor"], stdout=follower, stderr=follower, stdin=follower, env=env)
+    os.close(follower)
+
+    text = b""
+    while select.select([leader], [], [], TIMEOUT_S)[0]:
+        try:
+            data = os.read(leader, 65536)
+        except OSError:  # EIO: the last writer has gone
+            break
+        if not data:
+            break
+        text += data
+    os.close(leader)
+
+    assert process.wait(20) == 0
+    assert (b"\x1b[" in text) is coloured
