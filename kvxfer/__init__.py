@@ -5,25 +5,85 @@ Start with `TransferEngine`; `kvxfer demo` and `kvxfer doctor` on the command li
 
 from kvxfer.batch import TransferBatch
 from kvxfer.config import EngineConfig
-from kvxfer.engine import Notification, TransferEngine
-from kvxfer.errors import *  # noqa: F403  the whole tree; errors.__all__ lists it
-from kvxfer.errors import __all__ as _errors
+from kvxfer.engine import TransferEngine
+from kvxfer.errors import (
+    AccessDeniedError,
+    AllocationError,
+    AuthenticationError,
+    ClosedError,
+    ConfigError,
+    DeviceNotFoundError,
+    ForkedError,
+    HandshakeTimeoutError,
+    KvxferError,
+    LocalProtocolError,
+    MemoryArgumentError,
+    NotRegisteredError,
+    PeerClosedError,
+    PeerError,
+    PeerRefusedError,
+    PeerRestartedError,
+    PeerUnreachableError,
+    ProtocolError,
+    RegionBusyError,
+    RegionOverlapError,
+    RegistrationError,
+    RemoteAccessError,
+    RemoteProtocolError,
+    TransferCancelledError,
+    TransferError,
+    TransferTimeoutError,
+    TransportUnavailableError,
+    UnsupportedError,
+    UsageError,
+    VerbsError,
+)
 from kvxfer.memory.regions import Region
 from kvxfer.segment import Segment
+from kvxfer.serving import Notification
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDeniedError",
+    "AllocationError",
+    "AuthenticationError",
+    "ClosedError",
+    "ConfigError",
+    "DeviceNotFoundError",
     "EngineConfig",
+    "ForkedError",
+    "HandshakeTimeoutError",
+    "KvxferError",
+    "LocalProtocolError",
+    "MemoryArgumentError",
+    "NotRegisteredError",
     "Notification",
     "Opcode",
+    "PeerClosedError",
+    "PeerError",
+    "PeerRefusedError",
+    "PeerRestartedError",
+    "PeerUnreachableError",
     "Probe",
+    "ProtocolError",
     "Region",
+    "RegionBusyError",
     "RegionDescriptor",
+    "RegionOverlapError",
+    "RegistrationError",
+    "RemoteAccessError",
+    "RemoteProtocolError",
     "Rights",
     "Segment",
     "TransferBatch",
+    "TransferCancelledError",
     "TransferEngine",
+    "TransferError",
+    "TransferTimeoutError",
+    "TransportUnavailableError",
+    "UnsupportedError",
+    "UsageError",
+    "VerbsError",
 ]
-__all__ += _errors

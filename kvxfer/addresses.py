@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from kvxfer.errors import ConfigError
 __all__ = ["HostPort", "choose_advertised_host", "format_host_port", "parse_host_port"]
 
 EXAMPLES = "Write it as 192.0.2.10:41234, [2001:db8::1]:41234, [fe80::1%eth0]:41234 or name.example:41234."
+
+_PORT = re.compile("0|[1-9][0-9]{0,4}")
+"""No sign, blank or leading zero: a port has one spelling, so that parsing and formatting undo each other."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def parse_host_port(text: str, default_port: int | None = None) -> HostPort:
         if default_port is None:
             raise _refuse(text, "it has no port")
         return HostPort(host, default_port)
-    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > 65535:
+    if not _PORT.fullmatch(port_text) or int(port_text) > 65535:
         raise _refuse(text, f"the port is {port_text!r}, not a number from 0 to 65535")
     return HostPort(host, int(port_text))
 
@@ -70,7 +74,7 @@ def choose_advertised_host(
         return listen_host, "the address it listens on", []
     if default_route_host and not _is_useless(default_route_host):
         return default_route_host, "the source address of the default route", []
-    same_family = [(name, host) for name, host in interfaces if _version(host) == address.version]
+    same_family = [(name, host) for name, host in interfaces if _is_concrete(host, address.version)]
     good = [(name, host) for name, host in same_family if not _is_useless(host) and not _is_bridge(name)]
     if good:
         warnings = []
@@ -104,9 +108,9 @@ def _is_ipv6(host: str) -> bool:
     return address is not None and address.version == 6
 
 
-def _version(host: str) -> int:
+def _is_concrete(host: str, version: int) -> bool:
     address = _address(host)
-    return 0 if address is None else address.version
+    return address is not None and address.version == version and not address.is_unspecified
 
 
 def _is_useless(host: str) -> bool:

@@ -144,7 +144,7 @@ class TransferBatch:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> TransferBatch:
-        import asyncio  # noqa: PLC0415  22 ms that `import kvxfer` need not pay
+        import asyncio
 
         try:
             return await asyncio.get_running_loop().run_in_executor(None, self.wait)

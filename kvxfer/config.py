@@ -1,14 +1,18 @@
 """Every setting of an engine: its unit, its default, its environment variable and where the default comes from.
 
 Order of precedence: an argument of `TransferEngine`, then the environment, then the default. A value that cannot be
-meant raises ConfigError when the configuration is made, and names the setting, the value and the range.
+meant raises ConfigError when the configuration is made, and names the setting, the value, the range and where the
+value came from. `settings()` is the one table of settings: documentation and `kvxfer doctor` print it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
+import numbers
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +25,11 @@ __all__ = ["EngineConfig", "Setting"]
 
 TRANSPORT_NAMES = ("shm", "rdma", "tcp")
 PREFIX = "KVXFER_"
+KEY_NBYTES_MIN = 8  # what a person would not guess at one attempt per connection
 OTHER_VARIABLES = frozenset({"KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK"})
 """Variables that are not settings of an engine."""
+
+_reported: set[str] = set()  # unknown variables that have been warned of: once in a process, not once an engine
 
 
 def _usable_cpus() -> int:
@@ -108,7 +115,7 @@ class EngineConfig:
         None,
         "pre-shared key, at least 8 bytes; both sides need the same",
         "no authentication",
-        parse=str.encode,
+        parse=os.fsencode,
         secret=True,
     )
     transfer_timeout_s: float = _seconds(30.0, "deadline of a batch", "the peers' own: Mooncake 30 s")
@@ -167,26 +174,44 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.key, str):
-            object.__setattr__(self, "key", self.key.encode())
+            object.__setattr__(self, "key", os.fsencode(self.key))
         object.__setattr__(self, "transports", self.check_transports(self.transports))
         for row in self.settings():
-            _check(row, getattr(self, row.name))
-        if self.key is not None and len(self.key) < 8:
+            object.__setattr__(self, row.name, _check(row, getattr(self, row.name)))
+        if self.key is not None and len(self.key) < KEY_NBYTES_MIN:
             raise ConfigError(
-                f"key has {len(self.key)} bytes.", remedy="Use at least 8 bytes, better 32 random ones.", setting="key"
+                f"key has {len(self.key)} bytes; it takes at least {KEY_NBYTES_MIN}.",
+                remedy="Use 32 random ones, such as `openssl rand -hex 32` prints.",
+                setting="key",
             )
         if self.keepalive_timeout_s <= self.keepalive_interval_s:
             raise ConfigError(
-                f"keepalive_timeout_s {self.keepalive_timeout_s:g} is not above keepalive_interval_s {self.keepalive_interval_s:g}.",
+                f"keepalive_timeout_s {self.keepalive_timeout_s:g} is not above keepalive_interval_s "
+                f"{self.keepalive_interval_s:g}.",
                 remedy="A peer must have been asked before it counts as dead.",
                 setting="keepalive_timeout_s",
+                other_setting="keepalive_interval_s",
                 value=self.keepalive_timeout_s,
             )
 
     @classmethod
     def settings(cls) -> list[Setting]:
         """Return the table of settings."""
-        return [dataclasses.replace(field.metadata["setting"], name=field.name) for field in dataclasses.fields(cls)]
+        return list(_rows())
+
+    @classmethod
+    def settings_table(cls) -> str:
+        """Return the table of settings as Markdown."""
+        lines = ["| setting | default | range | variable | meaning | why this default |", "|---|---|---|---|---|---|"]
+        for row in cls.settings():
+            default = ",".join(row.default) if row.name == "transports" else row.default
+            shown = "" if default is None else f"`{default}`"
+            if row.name == "shm_copy_threads":
+                shown = "2, or 1 on one CPU"
+            lines.append(
+                f"| `{row.name}` | {shown} | {row.allowed} | `{row.variable}` | {row.meaning} | {row.source} |"
+            )
+        return "\n".join(lines) + "\n"
 
     @classmethod
     def resolve(cls, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> EngineConfig:
@@ -200,30 +225,19 @@ class EngineConfig:
                     remedy="EngineConfig.settings() lists all.",
                     setting=name,
                 )
-        values = {}
-        for row in rows.values():
-            if row.name in arguments:
-                values[row.name] = arguments[row.name]
-            elif row.variable in environment:
-                text = environment[row.variable]
-                try:
-                    values[row.name] = row.parse(text)
-                    _check(row, values[row.name])
-                except (ValueError, ConfigError):
-                    shown = "..." if row.name == "key" else repr(text)
-                    raise ConfigError(
-                        f"the environment variable {row.variable} is {shown}; {row.name} takes {row.allowed}.",
-                        remedy=f"Set it to such a value, or unset it for the default {row.default!r}.",
-                        setting=row.name,
-                        variable=row.variable,
-                    ) from None
         for unknown in cls.unknown_variables(environment):
-            get_logger(__name__).warning(
-                "config.unknown_variable",
-                variable=unknown,
-                hint=_closest(unknown, [row.variable for row in rows.values()]).strip(" ;"),
-            )
-        return cls(**values)
+            if unknown not in _reported:
+                _reported.add(unknown)
+                hint = _closest(unknown, [row.variable for row in rows.values()]).strip(" ;")
+                get_logger(__name__).warning("config.unknown_variable", variable=unknown, hint=hint)
+        values = dict(arguments)
+        for row in rows.values():
+            if row.name not in arguments and row.variable in environment:
+                values[row.name] = _parse(row, environment[row.variable])
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise _with_sources(error, rows, arguments, environment) from None
 
     @classmethod
     def unknown_variables(cls, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -235,7 +249,10 @@ class EngineConfig:
     @staticmethod
     def check_transports(names: Sequence[str] | str) -> tuple[str, ...]:
         """Return the names as a tuple; raises ConfigError for an unknown, a doubled, or no name."""
-        listed = _split(names) if isinstance(names, str) else tuple(names)
+        try:
+            listed = _split(names) if isinstance(names, str) else tuple(names)
+        except TypeError:
+            listed = (repr(names),)  # not a list of names at all; told as an unknown one
         unknown = [name for name in listed if name not in TRANSPORT_NAMES]
         if unknown or not listed or len(set(listed)) != len(listed):
             what = (
@@ -254,26 +271,76 @@ class EngineConfig:
         return listed
 
 
-def _check(row: Setting, value: Any) -> None:
-    if value is None and row.default is None and row.parse is not int:
-        return
-    fits = True
-    if row.parse is int:
-        fits = type(value) is int and row.low <= value <= row.high
-    elif row.parse is float:
-        fits = type(value) in (int, float) and math.isfinite(value) and row.low <= value <= row.high
+@functools.cache
+def _rows() -> tuple[Setting, ...]:
+    rows = []
+    for field in dataclasses.fields(EngineConfig):
+        row: Setting = field.metadata["setting"]
+        default = row.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        rows.append(dataclasses.replace(row, name=field.name, default=default))
+    return tuple(rows)
+
+
+def _check(row: Setting, value: Any) -> Any:
+    """Return the value in the type of its setting: numpy's numbers become Python's."""
+    if value is None and row.default is None:
+        return None
+    if row.parse is int and hasattr(value, "__index__") and not isinstance(value, bool):
+        value = operator.index(value)
+        fits = row.low <= value <= row.high
+    elif row.parse is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = float(value)
+        fits = math.isfinite(value) and row.low <= value <= row.high
     elif row.name == "key":
         fits = isinstance(value, bytes)
-    elif row.parse is str:
-        fits = isinstance(value, str) and value != ""
+    elif row.name == "transports":
+        fits = isinstance(value, tuple)  # check_transports has looked at the names
+    else:
+        fits = row.parse is str and isinstance(value, str) and value.strip() != "" and "\0" not in value
     if not fits:
-        shown = "..." if row.name == "key" else repr(value)
+        shown = f"a {type(value).__name__}" if row.name == "key" else repr(value)
         raise ConfigError(
             f"{row.name} is {shown}; it takes {row.allowed}.",
             remedy=f"{row.meaning[:1].upper()}{row.meaning[1:]}; the default is {row.default!r}.",
             setting=row.name,
             value=None if row.name == "key" else value,
         )
+    return value
+
+
+def _parse(row: Setting, text: str) -> Any:
+    """Return the value of an environment variable; raises ConfigError that names it."""
+    try:
+        return _check(row, row.parse(text))
+    except (ValueError, ConfigError):
+        shown = "..." if row.name == "key" else repr(text)
+        raise ConfigError(
+            f"the environment variable {row.variable} is {shown}; {row.name} takes {row.allowed}.",
+            remedy=f"Set it to such a value, or unset it for the default {row.default!r}.",
+            setting=row.name,
+            value=None if row.name == "key" else text,
+            variable=row.variable,
+        ) from None
+
+
+def _with_sources(
+    error: ConfigError, rows: Mapping[str, Setting], arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> ConfigError:
+    """Return the error with where each value it speaks of came from."""
+    told = []
+    variable = None
+    for name in (error.values.get("setting"), error.values.get("other_setting")):
+        if name is None:
+            continue
+        if name in arguments:
+            told.append(f"{name} was given as an argument")
+        elif rows[name].variable in environment:
+            variable = variable or rows[name].variable
+            told.append(f"{name} comes from the environment variable {rows[name].variable}")
+        else:
+            told.append(f"{name} is the default")
+    message = f"{error.message[:-1]} ({', '.join(told)})."
+    return ConfigError(message, remedy=error.remedy, **{**error.values, "variable": variable})
 
 
 def _closest(name: str, known: Iterable[str]) -> str:

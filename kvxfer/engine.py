@@ -7,64 +7,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import socket
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
-
-import numpy as np
 
 from kvxfer.addresses import choose_advertised_host, format_host_port, parse_host_port
 from kvxfer.batch import TransferBatch, wait_all
 from kvxfer.config import EngineConfig
 from kvxfer.control import Listener
-from kvxfer.errors import (
-    ClosedError,
-    ForkedError,
-    KvxferError,
-    PeerRefusedError,
-    RegionBusyError,
-    TransportUnavailableError,
-    UsageError,
-)
-from kvxfer.handshake.frames import Frame, FrameKind
-from kvxfer.handshake.machine import Handshake, Role
+from kvxfer.errors import ClosedError, ForkedError, KvxferError, RegionBusyError, TransportUnavailableError, UsageError
 from kvxfer.interfaces import default_route_host, list_interfaces
 from kvxfer.log import get_logger
-from kvxfer.memory import Region, RegionTable, buffer_view, locate
+from kvxfer.memory import Region, RegionTable, buffer_view
 from kvxfer.memory.buffers import BufferView
 from kvxfer.memory.shared import SharedMemory
-from kvxfer.planning import Addresses, access_denied, block_addresses, plan
+from kvxfer.planning import Addresses, block_addresses, plan
 from kvxfer.segment import Segment
-from kvxfer.session import Pending, Session, split_number
+from kvxfer.serving import Notification, PeerService
 from kvxfer.transports import TRANSPORTS
 from kvxfer.transports.base import Transport
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.shm import ShmTransport
 from kvxfer.transports.tcp import TcpTransport
-from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
+from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
 
-__all__ = ["Notification", "TransferEngine"]
+__all__ = ["TransferEngine"]
 
 
 ROW_NBYTES = 64 << 10
 """One row up to this is worth the shortest way: about 5 us of copying under the region table's guard."""
-
-
-@dataclass(frozen=True)
-class Notification:
-    """What a peer sent with a batch; it is here only once all bytes of that batch are in place."""
-
-    peer: str
-    """The address of the peer's engine."""
-    payload: bytes
 
 
 class TransferEngine:
@@ -87,17 +62,15 @@ class TransferEngine:
         self._allocated: dict[int, SharedMemory] = {}
         self._segments: dict[tuple[str, tuple[str, ...]], Segment] = {}
         self._opening: dict[tuple[str, tuple[str, ...]], _Opening] = {}
-        self._sessions: dict[str, Session] = {}
-        self._notifications: deque[Notification] = deque()
-        self._notified = threading.Condition()
-        self._transports: dict[str, Transport] = {}
-        self._refusals: dict[str, Probe] = {}
+        self._retired: set[int] = set()
         self._log = get_logger(__name__)
         self.loop = Loop("kvxfer-control")
+        self.service = PeerService(config, self.generation, self._table, self.loop)
+        self._transports, self._refusals = self.service.transports, self.service.refusals
         try:
-            self._listener = Listener(config, self.loop, self)
-            self.address = self._advertise()
-            self.name = config.name or self.address
+            self._listener = Listener(config, self.loop, self.service)
+            self.address = self.service.address = self._advertise()
+            self.name = self.service.name = config.name or self.address
             self._open_transports()
         except BaseException:
             self.loop.start()
@@ -131,19 +104,16 @@ class TransferEngine:
             if self._closed is not None:
                 return
             self._closed = ClosedError("the engine was closed.", remedy="Make a new TransferEngine.")
-            segments, sessions = list(self._segments.values()), list(self._sessions.values())
+            segments = list(self._segments.values())
         for segment in segments:
             segment.close()
-        for session in sessions:
-            session.close("engine closed")
+        self.service.close()
         for transport in self._transports.values():
             transport.close()
         self.loop.close(self.config.close_timeout_s)
         self._listener.close()
         for memory in self._allocated.values():
             memory.close()
-        with self._notified:
-            self._notified.notify_all()
         _ENGINES.discard(self)
         self._log.info("engine.closed", address=self.address)
 
@@ -154,10 +124,7 @@ class TransferEngine:
 
     def probe(self) -> list[Probe]:
         """Say of each wanted transport whether it works on this machine, and if not why and what to do."""
-        return [
-            self._refusals.get(name) or TRANSPORTS[name].probe(self.config)  # type: ignore[type-abstract]
-            for name in self.config.transports
-        ]
+        return [self._refusals.get(name) or TRANSPORTS[name].probe(self.config) for name in self.config.transports]
 
     # Memory.
 
@@ -214,7 +181,7 @@ class TransferEngine:
             return
         self._retired.add(region.region_id)
         deadline = time.monotonic() + self.config.unregister_timeout_s
-        holders = self._take_back(region, deadline)
+        holders = self.service.take_back(region, deadline)
         if not self._table.wait_idle(region, max(0.0, deadline - time.monotonic())):
             holders.append(f"{region.remote_use_count} requests over tcp")
         if holders:
@@ -326,11 +293,9 @@ class TransferEngine:
         notify: bytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`submit_write` and wait; raises what made it fail. The shortest way for one short row, given as plain ints."""
-        if type(local) is int and type(remote) is int and type(nbytes) is int and nbytes <= ROW_NBYTES:
-            if notify is None and self._closed is None and segment.copy_row(Opcode.WRITE, local, remote, nbytes):
-                return
-        self._submit(Opcode.WRITE, segment, local, remote, nbytes, notify, timeout_s).wait()
+        """`submit_write` and wait; raises what made it fail. One short row in plain ints takes the shortest way."""
+        if notify is not None or not self._copy_row(Opcode.WRITE, segment, local, remote, nbytes):
+            self._submit(Opcode.WRITE, segment, local, remote, nbytes, notify, timeout_s).wait()
 
     def read(
         self,
@@ -342,11 +307,9 @@ class TransferEngine:
         notify: bytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`submit_read` and wait; raises what made it fail. The shortest way for one short row, given as plain ints."""
-        if type(local) is int and type(remote) is int and type(nbytes) is int and nbytes <= ROW_NBYTES:
-            if notify is None and self._closed is None and segment.copy_row(Opcode.READ, local, remote, nbytes):
-                return
-        self._submit(Opcode.READ, segment, local, remote, nbytes, notify, timeout_s).wait()
+        """`submit_read` and wait; raises what made it fail. One short row in plain ints takes the shortest way."""
+        if notify is not None or not self._copy_row(Opcode.READ, segment, local, remote, nbytes):
+            self._submit(Opcode.READ, segment, local, remote, nbytes, notify, timeout_s).wait()
 
     def write_blocks(
         self,
@@ -394,12 +357,7 @@ class TransferEngine:
     def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
         """Return and forget what has come in, oldest first; waits up to `timeout_s` for something."""
         self._check()
-        with self._notified:
-            if not self._notifications and timeout_s > 0.0:
-                self._notified.wait_for(lambda: self._notifications or self._closed, timeout_s)
-            found = list(self._notifications)
-            self._notifications.clear()
-        return found
+        return self.service.take_notifications(timeout_s)
 
     # For segments and the listener.
 
@@ -407,7 +365,7 @@ class TransferEngine:
         """Return a working transport; raises TransportUnavailableError with what its probe said."""
         found = self._transports.get(name)
         if found is None:
-            probe = self._refusals.get(name) or TRANSPORTS[name].probe(self.config)  # type: ignore[type-abstract]
+            probe = self._refusals.get(name) or TRANSPORTS[name].probe(self.config)
             raise TransportUnavailableError(probe.reason, remedy=probe.remedy, reasons={name: probe.reason})
         return found
 
@@ -415,141 +373,12 @@ class TransferEngine:
         """Whether these transports are nobody's explicit choice, so that passing one over is not worth a warning."""
         return transports == EngineConfig().transports
 
-    def card_for_peer(self, session: Session) -> dict[str, Any]:
-        """Return what an authenticated peer is told of this engine."""
-        return {
-            "address": self.address,
-            "name": self.name,
-            "data_token": session.token,
-            "transports": {name: transport.card() for name, transport in self._transports.items()},
-            "passed_over": {name: probe.reason for name, probe in self._refusals.items()},
-        }
-
     def forget_segment(self, segment: Segment) -> None:
         """A segment is closed or void."""
         with self._lock:
             self._segments = {key: one for key, one in self._segments.items() if one is not segment}
 
-    def accept_control(self, connection: socket.socket, label: str) -> Session | None:
-        """ListenerOwner."""
-        config = self.config
-        with self._lock:
-            if self._closed is not None or len(self._sessions) >= config.connections_max:
-                self._log.warning("listener.full", peer=label, connections_max=config.connections_max)
-                return None
-            machine = Handshake(
-                role=Role.RESPONDER,
-                generation=self.generation,
-                name=self.name,
-                nonce=os.urandom(16),
-                now=time.monotonic(),
-                deadline_s=config.handshake_timeout_s,
-                key=config.key,
-                transports=tuple(self._transports),
-            )
-            session = Session(
-                connection,
-                label,
-                machine,
-                self,
-                self.loop,
-                is_initiator=False,
-                keepalive_interval_s=config.keepalive_interval_s,
-                keepalive_timeout_s=config.keepalive_timeout_s,
-            )
-            self._sessions[session.token] = session
-        return session
-
-    def accept_data(self, token: str) -> tuple[int, Callable[[socket.socket], None]]:
-        """ListenerOwner."""
-        session = self._sessions.get(token)
-        tcp = self._transports.get("tcp")
-        if session is None or session.established is None:
-            raise PeerRefusedError("no session has that token: it has ended.", remedy="Open the segment again.")
-        if not isinstance(tcp, TcpTransport):
-            raise TransportUnavailableError("tcp is not offered here.", remedy="Allow tcp on both sides.")
-        if tcp.service.is_full:
-            raise PeerRefusedError(
-                f"there are {tcp.service.connection_count} data connections already.",
-                remedy="Raise tcp_connections_max (KVXFER_TCP_CONNECTIONS_MAX) there, or open fewer.",
-            )
-        number, peer = tcp.service.next_number(), self._peer_address(session)
-        return number, lambda connection: tcp.service.adopt(connection, number, peer)
-
-    # SessionOwner: peers that opened us.
-
-    def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-        """The opened side never chooses."""
-        raise UsageError("the side that is opened does not choose the transport.")
-
-    def frame_received(self, session: Session, frame: Frame) -> None:
-        """Answer a peer's question."""
-        if frame.kind is FrameKind.REGIONS_GET:
-            number, _ = split_number(frame)
-            session.send(FrameKind.REGIONS, json.dumps(self._regions_for_peers(number)).encode())
-        elif frame.kind is FrameKind.NOTIFY:
-            number, payload = split_number(frame)
-            self.notify(self._peer_address(session), payload)
-            session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little"))
-        elif frame.kind is FrameKind.ABORT:
-            number, body = split_number(frame)
-            connection = body.get("connection")
-            tcp = self._transports.get("tcp")
-            if isinstance(tcp, TcpTransport) and isinstance(connection, int):
-                answer = json.dumps({"number": number}).encode()
-                tcp.service.hang_up(connection, lambda: self._send_quietly(session, FrameKind.ABORTED, answer))
-
-    def session_ended(self, session: Session, error: KvxferError) -> None:
-        """A peer has gone."""
-        with self._lock:
-            self._sessions.pop(session.token, None)
-        event = "peer.disconnected" if session.established is not None else "peer.refused"
-        self._log.info(event, peer=session.label, error=str(error))
-
-    # Gate: requests over tcp.
-
-    def admit(self, opcode: Opcode, addresses: AddressColumn, nbytes: AddressColumn) -> Callable[[], None]:
-        """Check a peer's rows against the regions and pin these; returns the call that lets go of them."""
-        snapshot = self._table.snapshot()
-        index = locate(
-            addresses,
-            nbytes,
-            snapshot.starts,
-            snapshot.ends,
-            side=f"address at {self.address}",
-            regions=snapshot.regions,
-        )
-        used = snapshot.find_used(index)
-        for region in used:
-            if not region.rights.allows(opcode):
-                row = int(np.flatnonzero(snapshot.starts[index] == region.address)[0])
-                raise access_denied(opcode, row, region, self.address)
-        self._table.acquire(used, "remote")
-        return lambda: self._table.release(used, "remote")
-
-    def admit_row(self, opcode: Opcode, address: int, nbytes: int) -> Callable[[], None]:
-        """The same for one row."""
-        region = self._table.snapshot().find(address, nbytes)
-        if region is None or not region.rights.allows(opcode):
-            return self.admit(opcode, np.array([address]), np.array([nbytes]))
-        used = (region,)
-        self._table.acquire(used, "remote")
-        return lambda: self._table.release(used, "remote")
-
-    def notify(self, peer: str, payload: bytes) -> None:
-        """Queue a notification for the application."""
-        with self._notified:
-            if len(self._notifications) >= self.config.notifications_pending_max:
-                raise UsageError(
-                    f"{len(self._notifications)} notifications are unread at {self.address}.",
-                    remedy="Call notifications() there more often, or raise notifications_pending_max.",
-                )
-            self._notifications.append(Notification(peer, payload))
-            self._notified.notify()
-
     # Inside.
-
-    _retired: set[int]
 
     def _check(self) -> None:
         if self._closed is not None:
@@ -567,13 +396,12 @@ class TransferEngine:
         return format_host_port(host, self._listener.port)
 
     def _open_transports(self) -> None:
-        self._retired = set()
         makers: dict[str, Callable[[], Transport]] = {
             "shm": lambda: ShmTransport(self.config, self.loop),
-            "tcp": lambda: TcpTransport(self.config, self),
+            "tcp": lambda: TcpTransport(self.config, self.service),
         }
         for name in self.config.transports:
-            probe = TRANSPORTS[name].probe(self.config)  # type: ignore[type-abstract]
+            probe = TRANSPORTS[name].probe(self.config)
             if probe.usable:
                 self._transports[name] = makers[name]()
             else:
@@ -608,44 +436,17 @@ class TransferEngine:
             shm.unshare(memory)
         memory.close()
 
-    def _take_back(self, region: Region, deadline: float) -> list[str]:
-        """Have every peer that may copy by itself let go of a region; return those that did not answer."""
-        asked: list[tuple[Session, Pending]] = []
-        with self._lock:
-            sessions = list(self._sessions.values())
-        for session in sessions:
-            if session.established is not None and session.established.transport == "shm":
-                with contextlib.suppress(KvxferError):  # a peer that is gone holds nothing
-                    asked.append(
-                        (session, session.ask(FrameKind.REVOKE, FrameKind.REVOKED, {"ids": [region.region_id]}))
-                    )
-        holders: list[str] = []
-        for session, pending in asked:
-            with contextlib.suppress(KvxferError):
-                if not pending.wait(deadline - time.monotonic()):
-                    holders.append(self._peer_address(session))
-        return holders
-
-    def _regions_for_peers(self, number: int) -> dict[str, Any]:
-        snapshot = self._table.snapshot()
-        rows = [
-            [region.region_id, region.name, region.address, region.nbytes, int(region.rights), region.keys]
-            for region in snapshot.regions
-            if region.rights
-        ]
-        return {"number": number, "version": snapshot.version, "regions": rows}
-
-    @staticmethod
-    def _peer_address(session: Session | None) -> str:
-        if session is None:
-            return ""
-        address = session.card.get("address")
-        return address[:256] if isinstance(address, str) else session.label
-
-    @staticmethod
-    def _send_quietly(session: Session, kind: FrameKind, body: bytes) -> None:
-        with contextlib.suppress(KvxferError):  # a session that is over needs no answer
-            session.send(kind, body)
+    def _copy_row(
+        self, opcode: Opcode, segment: Segment, local: Addresses, remote: Addresses, nbytes: Addresses
+    ) -> bool:
+        return (
+            type(local) is int
+            and type(remote) is int
+            and type(nbytes) is int
+            and nbytes <= ROW_NBYTES
+            and self._closed is None
+            and segment.copy_row(opcode, local, remote, nbytes)
+        )
 
     def _submit(
         self,
@@ -659,26 +460,13 @@ class TransferEngine:
     ) -> TransferBatch:
         self._check()
         if notify is not None:
-            self._check_notify(notify)
+            _check_notify(notify, self.config.notify_nbytes_max)
         started = time.monotonic()
         transfer, endpoint = plan(self._table, opcode, segment, local, remote, nbytes, notify)
         deadline = started + (self.config.transfer_timeout_s if timeout_s is None else timeout_s)
         batch = TransferBatch(segment, endpoint, transfer, started, deadline)
         batch.start()
         return batch
-
-    def _check_notify(self, notify: bytes) -> None:
-        if not isinstance(notify, bytes):
-            raise UsageError(
-                f"notify is a {type(notify).__name__}; it must be bytes.",
-                remedy="Encode text first: notify=text.encode().",
-            )
-        if len(notify) > self.config.notify_nbytes_max:
-            raise UsageError(
-                f"a notification of {len(notify)} bytes; notify_nbytes_max is {self.config.notify_nbytes_max}.",
-                remedy="Send large data as rows of the batch, or raise notify_nbytes_max on both sides.",
-                nbytes=len(notify),
-            )
 
     def _abandon(self) -> None:
         """In a forked child: every call raises from now on; the copies of the descriptors are closed, so that peers see
@@ -692,14 +480,27 @@ class TransferEngine:
         )
         with contextlib.suppress(Exception):
             self._listener.abandon()
-            for session in self._sessions.values():
-                session.abandon()
+            self.service.abandon()
             for segment in self._segments.values():
                 segment.abandon()
             tcp = self._transports.get("tcp")
             if isinstance(tcp, TcpTransport):
                 tcp.service.abandon()
             self.loop.abandon()
+
+
+def _check_notify(notify: bytes, nbytes_max: int) -> None:
+    if not isinstance(notify, bytes):
+        raise UsageError(
+            f"notify is a {type(notify).__name__}; it must be bytes.",
+            remedy="Encode text first: notify=text.encode().",
+        )
+    if len(notify) > nbytes_max:
+        raise UsageError(
+            f"a notification of {len(notify)} bytes; notify_nbytes_max is {nbytes_max}.",
+            remedy="Send large data as rows of the batch, or raise notify_nbytes_max on both sides.",
+            nbytes=len(notify),
+        )
 
 
 class _Opening:

@@ -2,13 +2,14 @@
 
 The library never configures structlog. Where the application has, events go there; where it has not, they go to the
 standard `kvxfer` logger of `logging`, which prints warnings and errors on stderr and is otherwise silent: a program
-that prints results on stdout stays clean.
+that prints results on stdout stays clean. (structlog's own default prints every event on stdout.)
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from types import ModuleType
 from typing import Any
 
 __all__ = ["EVENTS", "Logger", "get_logger"]
@@ -25,6 +26,7 @@ EVENTS: dict[str, str] = {
     "listener.silent": "a connection did not say what it wants before the deadline",
     "listener.stranger": "something that is not a kvxfer peer connected",
     "loop.handler_failed": "a handler of the event loop raised and was dropped: a bug in kvxfer",
+    "peer.connected": "a peer has opened this engine",
     "peer.disconnected": "a peer that had opened this engine has gone",
     "peer.refused": "a handshake of a peer failed",
     "segment.disconnected": "the control connection to a peer ended; it is made anew at the next use",
@@ -35,13 +37,18 @@ EVENTS: dict[str, str] = {
 
 
 class Logger:
-    """One module's logger. A filtered call costs under 1 us."""
+    """One module's logger.
 
-    __slots__ = ("_name", "_plain")
+    A filtered call costs 0.3 us by `logging`, 0.6 us by structlog with cache_logger_on_first_use, 2.5 us by structlog
+    without it: measured by tests/unit/test_log.py, which holds the first two under 1 us.
+    """
+
+    __slots__ = ("_name", "_plain", "_structured")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._plain = logging.getLogger(name)
+        self._structured: Any = None  # structlog's lazy proxy, which takes up the configuration when it is used
 
     def debug(self, event: str, **fields: Any) -> None:
         """A fact for who looks for a fault."""
@@ -61,8 +68,10 @@ class Logger:
 
     def _emit(self, level: int, method: str, event: str, fields: dict[str, Any]) -> None:
         structlog = sys.modules.get("structlog")  # an application that configures it has imported it
-        if structlog is not None and structlog.is_configured():
-            getattr(structlog.get_logger(self._name), method)(event, **fields)
+        if structlog is not None and _is_configured(structlog):
+            if self._structured is None:
+                self._structured = structlog.get_logger(self._name)
+            getattr(self._structured, method)(event, **fields)
         elif self._plain.isEnabledFor(level):
             told = " ".join(
                 f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in fields.items()
@@ -73,3 +82,10 @@ class Logger:
 def get_logger(name: str) -> Logger:
     """Return the logger of a module."""
     return Logger(name)
+
+
+def _is_configured(structlog: ModuleType) -> bool:
+    try:
+        return bool(structlog.is_configured())
+    except AttributeError:  # another thread is importing it at this moment
+        return False

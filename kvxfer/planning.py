@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import AccessDeniedError, NotRegisteredError, UsageError
-from kvxfer.memory import Region, RegionTable, as_columns, coalesce, locate
+from kvxfer.memory import Region, RegionTable, as_columns, coalesce, distinct, locate
 from kvxfer.segment import RemoteTable, Segment
 from kvxfer.transports.base import Endpoint, Transfer
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor, Rights
@@ -102,7 +102,7 @@ def _plan_rows(
         segment.refresh()  # the peer may have registered it meanwhile
         remote_table = segment.table
         there = _locate_there(columns[1], columns[2], remote_table, segment)
-    touched = np.unique(there)
+    touched = distinct(there, len(remote_table.regions))
     regions = tuple(remote_table.regions[index] for index in touched.tolist())
     for index, region_there in zip(touched.tolist(), regions, strict=True):
         if not region_there.rights.allows(opcode):
@@ -115,7 +115,7 @@ def _plan_rows(
         notify,
         segment.end,
         columns=(joined[0], joined[1], joined[2]),
-        region_rows=np.searchsorted(touched, there[first_row]),
+        region_rows=None if len(regions) == 1 else np.searchsorted(touched, there[first_row]),
         first_row=first_row,
         row_count=len(columns[0]),
     )
@@ -156,7 +156,7 @@ def block_addresses(
     if bad.size:
         row = int(bad[0])
         raise NotRegisteredError(
-            f"row {row}: {argument} has block {int(numbers[row])}; {region} has {count} blocks of {block_nbytes} bytes.",
+            f"row {row}: {argument} has block {int(numbers[row])}; {region} has {count} of {block_nbytes} bytes.",
             remedy="Check the block number and block_nbytes.",
             row=row,
             rows=tuple(bad[:1000].tolist()),

@@ -241,7 +241,7 @@ class Segment:
     # SessionOwner.
 
     def card_for_peer(self, session: Session) -> dict[str, Any]:
-        return self._engine.card_for_peer(session)
+        return self._engine.service.card_for_peer(session)
 
     def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         """Try the wanted transports in order; the first that works is in use, later ones stay in reserve."""
@@ -279,11 +279,15 @@ class Segment:
         ours = ", ".join(self.wanted)
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise TransportUnavailableError(
-            f"no transport to {self.address} works. Wanted here: {ours}; offered there: {', '.join(offers) or 'none'}. {told}.",
+            f"no transport to {self.address} works. Wanted here: {ours}; "
+            f"offered there: {', '.join(offers) or 'none'}. {told}.",
             remedy=" ".join(dict.fromkeys(remedies)) or "Allow a common transport on both sides (transports=...).",
             reasons=reasons,
             peer=self.address,
         )
+
+    def session_established(self, session: Session) -> None:
+        """Only the opened side is told: the opening one knows from its call."""
 
     def frame_received(self, session: Session, frame: Frame) -> None:
         if frame.kind is FrameKind.REVOKE:
@@ -420,6 +424,8 @@ class Segment:
             if transfer.nbytes_moved == 0 and transfer.lock.acquire(blocking=False):
                 try:
                     if not transfer.finished and transfer.nbytes_moved == 0:
+                        for endpoint in self._endpoints:
+                            endpoint.abort(transfer, 0.0)  # it may hold a stream on which nothing was sent yet
                         transfer.finish(
                             RemoteAccessError(
                                 f"{self.address} has unregistered a region before the batch began.",

@@ -62,6 +62,9 @@ class SessionOwner(Protocol):
         """Try transports with the peer's card (the opening side): the one that works and why others were passed over.
         Raises TransportUnavailableError."""
 
+    def session_established(self, session: Session) -> None:
+        """A peer that opened this engine is there."""
+
     def frame_received(self, session: Session, frame: Frame) -> None:
         """A frame of the session came in that is not an answer."""
 
@@ -331,6 +334,7 @@ class Session:
             self._keepalive.received(time.monotonic())
             if not self.is_initiator:
                 self._schedule()
+                self._owner.session_established(self)
         elif isinstance(event, PeerClosed):
             reason = f"{self.label} closed the session: {event.reason}."
             self._end(PeerClosedError(reason, remedy="Open the segment again once it is back.", peer=self.label))

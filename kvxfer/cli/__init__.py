@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    chosen = parser.parse_args(argv)
+    chosen, unknown = parser.parse_known_args(argv)
+    if unknown:  # told by the parser of the command, which knows where its help is
+        getattr(chosen, "parser", parser).error(f"there is no option {unknown[0]}")
     if chosen.command is None:
         parser.print_help()
         return STATUS_USAGE
@@ -255,13 +257,15 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_command(
     commands: Commands[argparse.ArgumentParser], name: str, summary: str, description: str, examples: str
 ) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=summary,
         description=textwrap.fill(" ".join(description.split()), 90),
         epilog=_examples(examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 def _add_key(parser: argparse.ArgumentParser) -> None:

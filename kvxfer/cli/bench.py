@@ -55,13 +55,11 @@ def run(arguments: Namespace) -> int:
     needed = max(pool_nbytes_for(block, count) for block, count in shapes)
     rows: list[BenchRow] = []
     with contextlib.ExitStack() as stack:
-        names = _transports(arguments)
+        _refuse_rdma(arguments)
         engine = stack.enter_context(
-            kvxfer.TransferEngine(
-                port=0, transports=names, **given(host=arguments.host), **key_settings(arguments.key_env)
-            )
+            kvxfer.TransferEngine(port=0, **given(host=arguments.host), **key_settings(arguments.key_env))
         )
-        target = _target(engine, arguments, needed, names, stack)
+        target = _target(engine, arguments, needed, stack)
         lanes = _lanes(engine, target, arguments, needed)
         total = len(shapes) * len(lanes) * len(arguments.op) * (arguments.rounds + 1)
         progress = Progress(sys.stderr, "kvxfer bench", total)
@@ -93,9 +91,9 @@ def _shapes(arguments: Namespace) -> Iterator[tuple[int, int]]:
             yield block, max(1, arguments.bytes_per_batch // block)
 
 
-def _transports(arguments: Namespace) -> tuple[str, ...]:
-    wanted = arguments.transport or CARRIERS
-    if "rdma" in wanted:
+def _refuse_rdma(arguments: Namespace) -> None:
+    """Say before anything is started why rdma cannot be measured."""
+    if "rdma" in (arguments.transport or ()):
         from kvxfer.transports.rdma import rdma_probe
         from kvxfer.verbs.probe import probe_verbs
 
@@ -103,18 +101,16 @@ def _transports(arguments: Namespace) -> tuple[str, ...]:
         raise TransportUnavailableError(
             f"rdma cannot be measured here: {probe.reason}.", remedy=probe.remedy, reasons={"rdma": probe.reason}
         )
-    return tuple(wanted)
 
 
 def _target(
     engine: kvxfer.TransferEngine,
     arguments: Namespace,
     needed: int,
-    names: tuple[str, ...],
     stack: contextlib.ExitStack,
 ) -> Target:
     if arguments.peer is None:
-        child = stack.enter_context(Child(pool_nbytes=needed, memory=[arguments.memory], transports=names))
+        child = stack.enter_context(Child(pool_nbytes=needed, memory=[arguments.memory], transports=CARRIERS))
         region = child.regions[arguments.memory]
         return Target(child.address, region.address, region.nbytes, child, arguments.memory)
     segment = engine.open_segment(arguments.peer)
@@ -195,4 +191,5 @@ def _measure(lanes: list[Lane], plan: Plan, arguments: Namespace, progress: Prog
             wrong=wrong[lane.label, operation],
             verified_by=lane.remote.how if operation == "write" else "this process",
             peer=arguments.peer or "",
+            passed_over=lane.segment.passed_over,
         )

@@ -28,7 +28,7 @@ __all__ = ["SYSTEM_CHECKS"]
 
 PYTHON_MIN = (3, 10)
 FILES_FEW = 1024
-FILES_TOO_FEW = 64
+FILES_TOO_FEW = 32
 MEMORY_LOW_NBYTES = 1 << 30
 CLOCK_SLOW_S = 1e-6
 """A read of a good clock takes 50 ns; a clock that leaves the vDSO costs a system call and shows in every wait."""

@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from kvxfer.cli.workload import Plan, Pool, allocate_plain, plan_fields
 from kvxfer.errors import KvxferError, PeerError
@@ -50,21 +50,11 @@ class Child:
     def __init__(self, *, pool_nbytes: int, memory: Sequence[str], transports: Sequence[str]) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
         self._buffer = b""
-        package_folder = str(Path(__file__).absolute().parents[2])
-        search_path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvxfer.cli.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            bufsize=0,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": search_path},
-        )
-        self.pid = self._process.pid
-        self.address = ""
-        self.regions: dict[str, RemoteRegion] = {}
+        self._process: subprocess.Popen[bytes] | None = None
         try:
+            with _interrupts_deferred():  # an interrupt inside of Popen would lose the process it has begun
+                self._process = _start_process(self._words)
+            self.pid = self._process.pid
             started = self.ask(
                 "start",
                 timeout_s=START_TIMEOUT_S,
@@ -76,11 +66,12 @@ class Child:
         except BaseException:
             self.close()
             raise
-        self.address = started["address"]
+        self.address: str = started["address"]
         self.regions = {name: RemoteRegion(**fields) for name, fields in started["regions"].items()}
 
     def ask(self, command: str, timeout_s: float = REPLY_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         """Send one command and return the answer; raises PeerError with the child's words if there is none."""
+        assert self._process is not None
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"command": command, **fields}).encode() + b"\n")
@@ -93,19 +84,10 @@ class Child:
 
     def close(self) -> None:
         """End the process whatever it is doing; tolerated twice."""
-        process = self._process
-        with contextlib.suppress(OSError):
-            if process.stdin is not None:
-                process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if process.returncode is None:  # not waited for yet, so that the number is still its own
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-        self._words.close()
+        with _interrupts_deferred():
+            if self._process is not None:
+                _end_process(self._process)
+            self._words.close()
 
     def __enter__(self) -> Child:
         return self
@@ -113,10 +95,10 @@ class Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _without_interrupts():
-            self.close()
+        self.close()
 
     def _read_line(self, command: str, timeout_s: float) -> bytes:
+        assert self._process is not None
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         deadline = time.monotonic() + timeout_s
@@ -138,6 +120,7 @@ class Child:
         return line
 
     def _gone(self, command: str) -> PeerError:
+        assert self._process is not None
         status = self._process.wait()
         self._words.seek(0)
         words = self._words.read()[-WORDS_SHOWN_NBYTES:].decode(errors="replace").strip()
@@ -176,11 +159,40 @@ class ChildPool:
         self._child.ask("fill_source", memory=self._memory, salt=salt)
 
 
+def _start_process(words: IO[bytes]) -> subprocess.Popen[bytes]:
+    package_folder = str(Path(__file__).absolute().parents[2])
+    search_path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvxfer.cli.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=words,
+        bufsize=0,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": search_path},
+    )
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_TIMEOUT_S)
+    if process.returncode is None:  # not waited for yet, so that the number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    process.stdout.close()
+
+
 @contextlib.contextmanager
-def _without_interrupts() -> Any:
-    """Let no second Ctrl-C cut the cleanup short."""
+def _interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is through."""
+    noticed = []
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = signal.signal(signal.SIGINT, lambda *_: noticed.append(True))
     except ValueError:  # not the main thread: no handler runs here anyway
         yield
         return
@@ -188,6 +200,8 @@ def _without_interrupts() -> Any:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+    if noticed:
+        raise KeyboardInterrupt
 
 
 class _Responder:

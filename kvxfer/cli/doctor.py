@@ -7,6 +7,7 @@ shows the answers. The remedies are those of the exceptions: most come from the 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ Section = tuple[str, Callable[[Machine], Iterator[Check]]]
 
 def run(arguments: Namespace) -> int:
     """Run every check; 1 where one failed."""
+    logging.getLogger("kvxfer").setLevel(logging.ERROR)  # what the engine would warn of is a check of its own
     config, problem = load_config()
     machine = Machine(config)
     checks: list[Check] = []

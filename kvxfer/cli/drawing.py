@@ -5,8 +5,8 @@ Pure but for `save_plot`, which writes one file. matplotlib is optional and impo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class BenchRow:
     wrong: int
     verified_by: str
     peer: str
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    """Transports that were preferred and could not be used, and why."""
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +76,7 @@ class BenchRow:
             "verified_by": self.verified_by,
             "wrong_blocks": self.wrong,
             "peer": self.peer,
+            "passed_over": dict(self.passed_over),
         }
 
 
@@ -104,6 +107,8 @@ def draw_rows(rows: Sequence[BenchRow], style: Style, against: str) -> str:
         "",
         style.paint(wrap(_legend(rows, top, style), style, indent=""), "dim"),
     ]
+    passed = dict(reason for row in rows for reason in row.passed_over.items())
+    lines += [wrap(f"{name} was passed over: {reason}", style, indent="") for name, reason in passed.items()]
     wrong = [row for row in rows if row.wrong]
     lines += [
         f"{style.mark('fail')} {row.transport} {row.operation} of {row.block_count:,} x "

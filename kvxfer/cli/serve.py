@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import FrameType
 from typing import Any
 
@@ -21,8 +21,6 @@ from kvxfer.cli.environment import given
 from kvxfer.cli.keys import key_settings
 from kvxfer.cli.table import Style, format_size
 from kvxfer.engine import TransferEngine
-from kvxfer.handshake.frames import Frame, FrameKind
-from kvxfer.session import Session
 
 __all__ = ["REGION_NAME", "run"]
 
@@ -36,19 +34,6 @@ SHOWN_PREFIXES = ("peer.", "listener.")
 Event = Mapping[str, Any]
 
 
-class _ServingEngine(TransferEngine):
-    """An engine that tells of peers that come: the first thing a peer asks is what regions there are."""
-
-    def __init__(self, events: queue.SimpleQueue[Event], **settings: Any) -> None:
-        self._events = events
-        super().__init__(**settings)
-
-    def frame_received(self, session: Session, frame: Frame) -> None:
-        if frame.kind is FrameKind.REGIONS_GET:
-            self._events.put({"event": CONNECTED, "peer": session.label})
-        super().frame_received(session, frame)
-
-
 class Stop(Exception):  # noqa: N818  not an error: the way out of the loop
     """A signal asked for the end."""
 
@@ -58,11 +43,10 @@ def run(arguments: Namespace) -> int:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     settings = given(host=arguments.host, port=arguments.port, transports=arguments.transport)
     show = _Printer(is_json=arguments.json)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _raise_stop)
+    _on_signals(_raise_stop)
     try:
         observe_log(events)
-        with _ServingEngine(events, **settings, **key_settings(arguments.key_env)) as engine:
+        with TransferEngine(**settings, **key_settings(arguments.key_env)) as engine:
             region = engine.allocate(arguments.size, name=REGION_NAME)
             show.ready(engine.address, region.nbytes, engine.transports)
             while True:
@@ -71,6 +55,7 @@ def run(arguments: Namespace) -> int:
                     show.event({"event": "notification", "peer": note.peer, "nbytes": len(note.payload)})
     except Stop:
         show.stopped()
+        _on_signals(signal.SIG_IGN)  # one that comes now, on the way out, must not change the exit status
         return 0
 
 
@@ -87,9 +72,14 @@ def observe_log(events: queue.SimpleQueue[Event]) -> None:
     structlog.configure(processors=[keep], cache_logger_on_first_use=False)
 
 
+def _on_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 def _raise_stop(number: int, frame: FrameType | None) -> None:
-    del frame
-    signal.signal(number, signal.SIG_IGN)  # once is enough: a second one must not cut the goodbye short
+    del number, frame
+    _on_signals(lambda *_: None)  # once is enough: a second one must not cut the goodbye short
     raise Stop
 
 

@@ -37,7 +37,7 @@ def find_version_fault(ours: tuple[int, int], theirs: tuple[int, int], peer: str
 
 
 def find_identity_fault(ours: Hello, theirs: Hello, expected_generation: str | None) -> KvxferError | None:
-    """The peer must be another process, the expected one if any, at the other end, with a key if and only if we have one."""
+    """The peer must be another process, the expected one if any, at the other end, and have a key if we have one."""
     peer = theirs.name
     if theirs.generation == ours.generation:
         return PeerRefusedError(

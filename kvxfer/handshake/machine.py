@@ -259,7 +259,8 @@ class Handshake:
         return State.WAIT_PROOF
 
     def _check_proof(self, body: Body) -> State:
-        assert self._key is not None and self._theirs is not None
+        assert self._key is not None
+        assert self._theirs is not None
         proof = field(body, "proof", str, of="AUTH", length_max=64)
         expected = prove(self._key, sender=self._theirs, receiver=self._ours)
         if not hmac.compare_digest(proof.encode(), expected.encode()):

@@ -8,7 +8,7 @@ and cut. Nothing here copies memory, opens a device or reads a clock.
 from kvxfer.memory.buffers import BufferView, buffer_view
 from kvxfer.memory.chunks import CHUNK_DTYPE, plan_chunks
 from kvxfer.memory.regions import Region, RegionSnapshot, RegionTable, Reservation
-from kvxfer.memory.slices import SLICE_DTYPE, as_columns, coalesce, cut_slices, locate
+from kvxfer.memory.slices import SLICE_DTYPE, as_columns, coalesce, cut_slices, distinct, locate
 
 __all__ = [
     "CHUNK_DTYPE",
@@ -22,6 +22,7 @@ __all__ = [
     "buffer_view",
     "coalesce",
     "cut_slices",
+    "distinct",
     "locate",
     "plan_chunks",
 ]

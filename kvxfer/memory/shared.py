@@ -18,6 +18,10 @@ from kvxfer.errors import AllocationError, MemoryArgumentError
 
 __all__ = ["SharedMemory", "available_nbytes"]
 
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -40,7 +44,7 @@ class SharedMemory:
         available = available_nbytes()
         if nbytes > available:
             raise AllocationError(
-                f"allocate({nbytes}) asks for more memory than there is: {available} bytes are available to this process.",
+                f"allocate({nbytes}) asks for more memory than this process may have: {available} bytes.",
                 remedy="Ask for less, or raise the memory limit of the container (docker run --memory, "
                 "resources.limits.memory); touching memory that is not there would kill the process.",
                 nbytes=nbytes,

@@ -9,5 +9,9 @@ from kvxfer.transports.tcp import TcpTransport
 
 __all__ = ["TRANSPORTS", "Endpoint", "RdmaTransport", "ShmTransport", "TcpTransport", "Transfer", "Transport"]
 
-TRANSPORTS: dict[str, type[Transport]] = {"shm": ShmTransport, "rdma": RdmaTransport, "tcp": TcpTransport}
+TRANSPORTS: dict[str, type[ShmTransport] | type[RdmaTransport] | type[TcpTransport]] = {
+    "shm": ShmTransport,
+    "rdma": RdmaTransport,
+    "tcp": TcpTransport,
+}
 """In the default order of preference."""

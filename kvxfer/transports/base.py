@@ -37,7 +37,8 @@ class Transfer:
     begins with.
     nbytes_done: known to be in place. nbytes_moved: handed to the medium or taken from it, to see whether it moves.
     slices_left: after a failure, the slices that are not wholly in place (None: none is known to be).
-    region_rows gives for each slice its place in `regions`, the peer's regions as they were at submit; `used` are the
+    region_rows gives for each slice its place in `regions`, the peer's regions as they were at submit (None: all in the
+    one there is); `used` are the
     local regions, pinned until the end.
     A batch of one row keeps its three numbers as they are, in `single`, and makes columns only if asked.
     """
@@ -83,7 +84,7 @@ class Transfer:
         on_finish: Callable[[Transfer], None],
         *,
         columns: tuple[AddressColumn, AddressColumn, AddressColumn],
-        region_rows: AddressColumn,
+        region_rows: AddressColumn | None,
         first_row: AddressColumn,
         row_count: int,
     ) -> Transfer:

@@ -27,7 +27,7 @@ from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Trans
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.shm_copy import CopyJob, MappedCopy, ProcessIdentity, ProcessVmCopy
 from kvxfer.transports.shm_handover import HandoverClient, HandoverServer, SharedFile
-from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
+from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +56,7 @@ class ShmTransport(Transport):
         loop.call_soon(lambda: self._server.serve(loop))
         self.helpers: ThreadPoolExecutor | None = None
         if config.shm_copy_threads > 1:
-            from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  5 ms that `import kvxfer` need not pay
+            from concurrent.futures import ThreadPoolExecutor
 
             self.helpers = ThreadPoolExecutor(config.shm_copy_threads - 1, thread_name_prefix="kvxfer-copy")
 
@@ -235,32 +235,36 @@ class ShmEndpoint(Endpoint):
     def _plan(self, transfer: Transfer) -> _Work:
         """Split the rows by how their region is reached; map what is not mapped yet."""
         local, remote, nbytes = transfer.columns
-        rows = np.zeros(len(nbytes), np.int64) if transfer.region_rows is None else transfer.region_rows
-        deltas = np.zeros(len(transfer.regions), np.int64)
-        mapped = np.zeros(len(transfer.regions), bool)
-        keep: list[npt.NDArray[np.uint8]] = []
-        for index in np.unique(rows).tolist():
-            mapping = self._map(transfer.regions[index])
-            if mapping is not None:
-                keep.append(mapping[0])
-                deltas[index], mapped[index] = mapping[1], True
         slices = np.arange(len(nbytes))
-        jobs: list[CopyJob] = []
-        by_mapping = mapped[rows]
-        if by_mapping.any():
-            pick = slices if by_mapping.all() else slices[by_mapping]
-            there = remote[pick] + deltas[rows[pick]]
-            here = local[pick]
-            pair = (there, here) if transfer.opcode is Opcode.WRITE else (here, there)
-            jobs.append(MappedCopy(*pair, nbytes[pick], pick))
-        if not by_mapping.all():
-            pick = slices[~by_mapping]
-            jobs.append(
-                ProcessVmCopy(
-                    transfer.opcode, local[pick], remote[pick], nbytes[pick], pick, self._identity, self._helpers
-                )
+        work = _Work()
+        if transfer.region_rows is None:
+            self._plan_region(work, transfer, transfer.regions[0], local, remote, nbytes, slices)
+            return work
+        for index, region in enumerate(transfer.regions):
+            pick = slices[transfer.region_rows == index]
+            self._plan_region(work, transfer, region, local[pick], remote[pick], nbytes[pick], pick)
+        return work
+
+    def _plan_region(
+        self,
+        work: _Work,
+        transfer: Transfer,
+        region: RegionDescriptor,
+        local: AddressColumn,
+        remote: AddressColumn,
+        nbytes: AddressColumn,
+        slices: AddressColumn,
+    ) -> None:
+        mapping = self._map(region)
+        if mapping is None:
+            work.jobs.append(
+                ProcessVmCopy(transfer.opcode, local, remote, nbytes, slices, self._identity, self._helpers)
             )
-        return _Work(jobs, keep)
+            return
+        work.keep.append(mapping[0])
+        there = remote + mapping[1]
+        pair = (there, local) if transfer.opcode is Opcode.WRITE else (local, there)
+        work.jobs.append(MappedCopy(*pair, nbytes, slices))
 
     def _map(self, region: RegionDescriptor) -> tuple[npt.NDArray[np.uint8], int] | None:
         """Return the mapping of the region, and what to add to its addresses to reach them here; None where it cannot
@@ -320,9 +324,9 @@ class _Work:
 
     __slots__ = ("delivery", "jobs", "keep")
 
-    def __init__(self, jobs: list[CopyJob], keep: list[npt.NDArray[np.uint8]]) -> None:
-        self.jobs = jobs
-        self.keep = keep
+    def __init__(self) -> None:
+        self.jobs: list[CopyJob] = []
+        self.keep: list[npt.NDArray[np.uint8]] = []
         self.delivery: Delivery | None = None
 
 

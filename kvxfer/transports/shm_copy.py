@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CopyJob", "MappedCopy", "ProcessIdentity", "ProcessVmCopy"]
 
-WINDOW_NBYTES = 1 << 20
-"""What is copied between two looks at the clock: about 0.1 ms. It is also the longest piece of one row."""
-WINDOW_ROWS = 128
-"""The most iovecs of one process_vm_* call; 128 to 1,024 measured alike, and short calls share better."""
+WINDOW_NBYTES = 2 << 20
+"""What is copied between two looks at the clock: about 0.2 ms. It is also the longest piece of one row."""
 SMALL_NBYTES = 16 << 10
 """Rows of one length below this go by numpy indexing (crossover measured between 16 and 64 KiB)."""
 SMALL_COUNT = 8
@@ -57,48 +55,38 @@ class CopyJob(ABC):
     slices: for each row, its place among the slices of the transfer.
     """
 
+    window_rows_max: ClassVar[int] = 1 << 30
+
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
     ) -> None:
         self._destination, self._source, self._nbytes, self._slices = _cut_pieces(destination, source, nbytes, slices)
-        self._count = len(self._nbytes)
-        self._ends = np.cumsum(self._nbytes)
-        self._next = 0
-        self._done: list[tuple[int, int]] = []
-        self._lock = threading.Lock()
-        self.nbytes_done = 0
+        self._windows = _cut_windows(self._nbytes, self.window_rows_max)
+        """What is still to be copied, last first: (first piece, one past the last, bytes). list.pop is atomic, so
+        several threads may take from it."""
+        self._done: list[tuple[int, int, int]] = []
+        self._nbytes_total = int(self._nbytes.sum())
+
+    @property
+    def nbytes_done(self) -> int:
+        """How many bytes are in place."""
+        return sum(nbytes for _, _, nbytes in self._done)
 
     @property
     def is_done(self) -> bool:
         """Whether every byte is in place."""
-        return self.nbytes_done == int(self._ends[-1])
+        return self.nbytes_done == self._nbytes_total
 
     def slices_left(self) -> AddressColumn:
         """Return which slices of the transfer are not wholly copied."""
-        left = np.ones(self._count, bool)
-        for start, stop in self._done:
+        left = np.ones(len(self._nbytes), bool)
+        for start, stop, _ in self._done:
             left[start:stop] = False
         return np.unique(self._slices[left])
 
     @abstractmethod
     def run(self, transfer: Transfer, until: float) -> None:
         """Copy until done, `until`, or `transfer.stop`; at least one window. Raises KvxferError."""
-
-    def _take(self, rows_max: int) -> tuple[int, int] | None:
-        """Reserve the next window: (first, one past the last) piece, or None at the end."""
-        with self._lock:
-            start = self._next
-            if start >= self._count:
-                return None
-            before = int(self._ends[start - 1]) if start else 0
-            stop = int(self._ends.searchsorted(before + WINDOW_NBYTES, "right"))
-            self._next = stop = min(max(stop, start + 1), start + rows_max)
-            return start, stop
-
-    def _finish(self, start: int, stop: int) -> None:
-        with self._lock:
-            self._done.append((start, stop))
-            self.nbytes_done += int(self._ends[stop - 1]) - (int(self._ends[start - 1]) if start else 0)
 
 
 class MappedCopy(CopyJob):
@@ -110,7 +98,7 @@ class MappedCopy(CopyJob):
         super().__init__(destination, source, nbytes, slices)
         first = int(self._nbytes[0])
         self._copy_window: Callable[[int, int], None] = self._copy_rows
-        if first < SMALL_NBYTES and self._count >= SMALL_COUNT and bool((self._nbytes == first).all()):
+        if first < SMALL_NBYTES and len(self._nbytes) >= SMALL_COUNT and bool((self._nbytes == first).all()):
             order = np.argsort(self._source)
             self._source, self._destination = self._source[order], self._destination[order]
             self._slices = self._slices[order]
@@ -120,9 +108,10 @@ class MappedCopy(CopyJob):
             self._copy_window = self._copy_items
 
     def run(self, transfer: Transfer, until: float) -> None:
-        while (window := self._take(1 << 62)) is not None:
-            self._copy_window(*window)
-            self._finish(*window)
+        while self._windows:
+            window = self._windows.pop()
+            self._copy_window(*window[:2])
+            self._done.append(window)
             if transfer.stop is not None or time.monotonic() >= until:
                 return
 
@@ -214,6 +203,8 @@ class ProcessVmCopy(CopyJob):
     Several threads may take windows of one job: `helpers` run beside the caller where that pays.
     """
 
+    window_rows_max = 512
+
     def __init__(
         self,
         opcode: Opcode,
@@ -234,8 +225,8 @@ class ProcessVmCopy(CopyJob):
         self._identity = identity
         self._helpers = helpers
         self._opcode = opcode
-        self._local_iovecs = np.empty(self._count, IOVEC_DTYPE)
-        self._remote_iovecs = np.empty(self._count, IOVEC_DTYPE)
+        self._local_iovecs = np.empty(len(self._nbytes), IOVEC_DTYPE)
+        self._remote_iovecs = np.empty(len(self._nbytes), IOVEC_DTYPE)
         self._local_iovecs["base"], self._remote_iovecs["base"] = local, remote
         self._local_iovecs["nbytes"] = self._remote_iovecs["nbytes"] = self._nbytes
         self._local = ffi.from_buffer("struct iovec[]", self._local_iovecs)
@@ -243,7 +234,7 @@ class ProcessVmCopy(CopyJob):
 
     def run(self, transfer: Transfer, until: float) -> None:
         helper: Future[None] | None = None
-        left = int(self._ends[-1]) - self.nbytes_done
+        left = self._nbytes_total - self.nbytes_done
         if self._helpers is not None and until > 0.0 and left >= PARALLEL_NBYTES:
             helper = self._helpers.submit(self._copy_windows, transfer, until)
         try:
@@ -258,18 +249,21 @@ class ProcessVmCopy(CopyJob):
             helper.result()
 
     def _copy_windows(self, transfer: Transfer, until: float) -> None:
-        while (window := self._take(WINDOW_ROWS)) is not None:
+        while self._windows:
+            try:
+                window = self._windows.pop()
+            except IndexError:
+                return  # the other thread took the last one
             try:
                 self._copy_window(*window)
             except KvxferError as error:
                 transfer.stop = transfer.stop or error  # the other thread must not go on
                 raise
-            self._finish(*window)
+            self._done.append(window)
             if transfer.stop is not None or time.monotonic() >= until:
                 return
 
-    def _copy_window(self, start: int, stop: int) -> None:
-        wanted = int(self._ends[stop - 1]) - (int(self._ends[start - 1]) if start else 0)
+    def _copy_window(self, start: int, stop: int, wanted: int) -> None:
         failure = self._identity.check()
         done = 0
         if not failure:
@@ -324,6 +318,21 @@ def _cut_pieces(
         np.minimum(nbytes[row] - offset, WINDOW_NBYTES),
         slices[row],
     )
+
+
+def _cut_windows(nbytes: AddressColumn, rows_max: int) -> list[tuple[int, int, int]]:
+    """Cut pieces into windows, last first: (first piece, one past the last, bytes)."""
+    ends = np.cumsum(nbytes)
+    windows: list[tuple[int, int, int]] = []
+    start, before = 0, 0
+    while start < len(nbytes):
+        stop = max(int(ends.searchsorted(before + WINDOW_NBYTES, "right")), start + 1)
+        stop = min(stop, start + rows_max)
+        end = int(ends[stop - 1])
+        windows.append((start, stop, end - before))
+        start, before = stop, end
+    windows.reverse()
+    return windows
 
 
 def _items(addresses: AddressColumn, nbytes: int) -> tuple[npt.NDArray[np.void], int]:

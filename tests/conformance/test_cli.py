@@ -63,6 +63,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def holds_a_pool(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return any("memfd:kvxfer" in os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
 class Serve:
     """A `kvxfer serve` that is ready."""
 
@@ -174,25 +180,12 @@ def test_killed_demo_leaves_no_child(number: int) -> None:
         env=environment(),
     )
     (child,) = wait_until(lambda: children_of(demo.pid))
-    wait_until(lambda: "kvxfer-" in "".join(_thread_names(child)))
+    wait_until(lambda: holds_a_pool(child))
 
     demo.send_signal(number)
     demo.wait(20)
 
     wait_until(lambda: not is_running(child), timeout_s=3)
-
-
-def _thread_names(pid: int) -> list[str]:
-    with contextlib.suppress(OSError):
-        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-        return ["kvxfer-" for one in descriptors if "memfd:kvxfer" in _target(one)]
-    return []
-
-
-def _target(link: Path) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(link)
-    return ""
 
 
 def test_child_that_dies_fails_the_demo_with_a_message() -> None:
@@ -204,7 +197,7 @@ def test_child_that_dies_fails_the_demo_with_a_message() -> None:
         env=environment(),
     )
     (child,) = wait_until(lambda: children_of(demo.pid))
-    wait_until(lambda: _thread_names(child))
+    wait_until(lambda: holds_a_pool(child))
 
     os.kill(child, signal.SIGKILL)
     out, err = demo.communicate(timeout=60)
@@ -440,7 +433,8 @@ def test_version_is_that_of_the_package() -> None:
 def test_colour_on_a_terminal_only_where_it_is_wanted(extra: dict[str, str], coloured: bool) -> None:
     leader, follower = pty.openpty()
     env = environment(**{"TERM": "xterm-256color", **extra})
-    env.pop("NO_COLOR", None) if "NO_COLOR" not in extra else None
+    if "NO_COLOR" not in extra:
+        env.pop("NO_COLOR", None)
     process = subprocess.Popen([*KVXFER, "doctor"], stdout=follower, stderr=follower, stdin=follower, env=env)
     os.close(follower)
 

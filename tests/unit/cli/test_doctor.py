@@ -156,7 +156,7 @@ def test_refused_memfd_carries_the_remedy_of_allocate(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("soft", "status"), [(32, "fail"), (256, "warn"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")]
+    ("soft", "status"), [(16, "fail"), (256, "warn"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")]
 )
 def test_few_open_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soft: int, status: str) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))

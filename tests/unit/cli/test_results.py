@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_bench_bars_end_at_the_width_and_go_on_to_memcpy(unicode: bool) -> None:
     text = draw_rows([bench_row(), bench_row(8192, gbps=1.0)], style, "192.0.2.7:7777")
 
     full, rest = ("█", "░") if unicode else ("#", ".")
-    bars = [line for line in text.splitlines() if full in line and "x" in line.split(full)[0]]
+    bars = [line[line.index(full) :] for line in text.splitlines() if full in line and "0x" in line.split(full)[0]]
     assert len(bars) == 2
     assert all(len(line) <= style.width for line in text.splitlines())
     assert bars[0].count(full) == pytest.approx(2 * bars[1].count(full), abs=1)
@@ -139,6 +140,13 @@ def test_bench_tells_wrong_blocks() -> None:
     text = draw_rows([bench_row(wrong=3)], Style(), "192.0.2.7:7777")
 
     assert "3 blocks were wrong" in text
+
+
+def test_bench_tells_why_a_transport_was_passed_over() -> None:
+    row = replace(bench_row(), passed_over={"shm": "another host"})
+
+    assert "shm was passed over: another host" in draw_rows([row], Style(), row.peer)
+    assert row.to_json()["passed_over"] == {"shm": "another host"}
 
 
 def test_plot_without_matplotlib_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

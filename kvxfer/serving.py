@@ -1,0 +1,273 @@
+"""The serving side of an engine: what peers that opened it may ask, and how it answers.
+
+Regions and notifications over their control connections, requests over tcp through `admit`. Called in the loop's
+threads by `control.Listener`, `session.Session` and `transports.tcp_service`; never moves a byte itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvxfer.config import EngineConfig
+from kvxfer.errors import KvxferError, PeerRefusedError, TransportUnavailableError, UsageError
+from kvxfer.handshake.frames import Frame, FrameKind
+from kvxfer.handshake.machine import Handshake, Role
+from kvxfer.log import get_logger
+from kvxfer.memory import Region, RegionTable, locate
+from kvxfer.planning import access_denied
+from kvxfer.session import Pending, Session, split_number
+from kvxfer.transports.base import Transport
+from kvxfer.transports.loop import Loop
+from kvxfer.transports.tcp import TcpTransport
+from kvxfer.types import AddressColumn, Opcode, Probe
+
+__all__ = ["Notification", "PeerService"]
+
+TOLD_TIMEOUT_S = 0.25
+"""How long a peer over tcp has to say that it knows of a region's end; a live one answers within 1 ms."""
+
+
+@dataclass(frozen=True)
+class Notification:
+    """What a peer sent with a batch; it is here only once all bytes of that batch are in place."""
+
+    peer: str
+    """The address of the peer's engine."""
+    payload: bytes
+
+
+class PeerService:
+    """Answers peers. ListenerOwner for the listener, SessionOwner for their sessions, Gate for tcp's serving side."""
+
+    def __init__(self, config: EngineConfig, generation: str, table: RegionTable, loop: Loop) -> None:
+        self.generation = generation
+        self.name = ""
+        self.address = ""
+        self.transports: dict[str, Transport] = {}
+        self.refusals: dict[str, Probe] = {}
+        """Wanted transports that do not work here, and what their probes said."""
+        self._config = config
+        self._table = table
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sessions: dict[str, Session] = {}
+        self._notifications: deque[Notification] = deque()
+        self._notified = threading.Condition()
+        self._log = get_logger(__name__)
+
+    def take_notifications(self, timeout_s: float) -> list[Notification]:
+        """Return and forget what has come in; waits up to `timeout_s` for something, or for the end."""
+        with self._notified:
+            if not self._notifications and timeout_s > 0.0:
+                self._notified.wait_for(lambda: self._notifications or self._closed, timeout_s)
+            found = list(self._notifications)
+            self._notifications.clear()
+        return found
+
+    def close(self) -> None:
+        """Say goodbye to all peers; take no more."""
+        with self._lock:
+            self._closed = True
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.close("engine closed")
+        with self._notified:
+            self._notified.notify_all()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors only."""
+        for session in self._sessions.values():
+            session.abandon()
+
+    def take_back(self, region: Region, deadline: float) -> list[str]:
+        """Tell every peer that a region is gone; return those that may copy by themselves and did not answer.
+
+        A peer over tcp is told as well, so that it does not take the region's address or name for valid still, but a
+        silent one holds nothing up for long: what it sends is checked here.
+        """
+        asked: list[tuple[Session, Pending]] = []
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            if session.established is not None:
+                with contextlib.suppress(KvxferError):  # a peer that is gone holds nothing
+                    asked.append(
+                        (session, session.ask(FrameKind.REVOKE, FrameKind.REVOKED, {"ids": [region.region_id]}))
+                    )
+        holders: list[str] = []
+        told_until = min(deadline, time.monotonic() + TOLD_TIMEOUT_S)
+        for session, pending in asked:
+            copies = session.established is not None and session.established.transport == "shm"
+            with contextlib.suppress(KvxferError):
+                until = deadline if copies else told_until
+                if not pending.wait(until - time.monotonic()) and copies:
+                    holders.append(self._peer_address(session))
+        return holders
+
+    def card_for_peer(self, session: Session) -> dict[str, Any]:
+        """Return what an authenticated peer is told of this engine."""
+        return {
+            "address": self.address,
+            "name": self.name,
+            "data_token": session.token,
+            "transports": {name: transport.card() for name, transport in self.transports.items()},
+            "passed_over": {name: probe.reason for name, probe in self.refusals.items()},
+        }
+
+    def accept_control(self, connection: socket.socket, label: str) -> Session | None:
+        """ListenerOwner."""
+        config = self._config
+        with self._lock:
+            if self._closed or len(self._sessions) >= config.connections_max:
+                self._log.warning("listener.full", peer=label, connections_max=config.connections_max)
+                return None
+            machine = Handshake(
+                role=Role.RESPONDER,
+                generation=self.generation,
+                name=self.name,
+                nonce=os.urandom(16),
+                now=time.monotonic(),
+                deadline_s=config.handshake_timeout_s,
+                key=config.key,
+                transports=tuple(self.transports),
+            )
+            session = Session(
+                connection,
+                label,
+                machine,
+                self,
+                self._loop,
+                is_initiator=False,
+                keepalive_interval_s=config.keepalive_interval_s,
+                keepalive_timeout_s=config.keepalive_timeout_s,
+            )
+            self._sessions[session.token] = session
+        return session
+
+    def accept_data(self, token: str) -> tuple[int, Callable[[socket.socket], None]]:
+        """ListenerOwner."""
+        session = self._sessions.get(token)
+        tcp = self.transports.get("tcp")
+        if session is None or session.established is None:
+            raise PeerRefusedError("no session has that token: it has ended.", remedy="Open the segment again.")
+        if not isinstance(tcp, TcpTransport):
+            raise TransportUnavailableError("tcp is not offered here.", remedy="Allow tcp on both sides.")
+        if tcp.service.is_full:
+            raise PeerRefusedError(
+                f"there are {tcp.service.connection_count} data connections already.",
+                remedy="Raise tcp_connections_max (KVXFER_TCP_CONNECTIONS_MAX) there, or open fewer.",
+            )
+        number, peer = tcp.service.next_number(), self._peer_address(session)
+        return number, lambda connection: tcp.service.adopt(connection, number, peer)
+
+    # SessionOwner: peers that opened us.
+
+    def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        """The opened side never chooses."""
+        raise UsageError("the side that is opened does not choose the transport.")
+
+    def session_established(self, session: Session) -> None:
+        """A peer is there."""
+        assert session.established is not None
+        peer, transport = self._peer_address(session), session.established.transport
+        self._log.info("peer.connected", peer=peer, label=session.label, transport=transport)
+
+    def frame_received(self, session: Session, frame: Frame) -> None:
+        """Answer a peer's question."""
+        if frame.kind is FrameKind.REGIONS_GET:
+            number, _ = split_number(frame)
+            session.send(FrameKind.REGIONS, json.dumps(self._regions_for_peers(number)).encode())
+        elif frame.kind is FrameKind.NOTIFY:
+            number, payload = split_number(frame)
+            self.notify(self._peer_address(session), payload)
+            session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little"))
+        elif frame.kind is FrameKind.ABORT:
+            number, body = split_number(frame)
+            connection = body.get("connection")
+            tcp = self.transports.get("tcp")
+            if isinstance(tcp, TcpTransport) and isinstance(connection, int):
+                answer = json.dumps({"number": number}).encode()
+                tcp.service.hang_up(connection, lambda: self._send_quietly(session, FrameKind.ABORTED, answer))
+
+    def session_ended(self, session: Session, error: KvxferError) -> None:
+        """A peer has gone."""
+        with self._lock:
+            self._sessions.pop(session.token, None)
+        event = "peer.disconnected" if session.established is not None else "peer.refused"
+        self._log.info(event, peer=session.label, error=str(error))
+
+    # Gate: requests over tcp.
+
+    def admit(self, opcode: Opcode, addresses: AddressColumn, nbytes: AddressColumn) -> Callable[[], None]:
+        """Check a peer's rows against the regions and pin these; returns the call that lets go of them."""
+        snapshot = self._table.snapshot()
+        index = locate(
+            addresses,
+            nbytes,
+            snapshot.starts,
+            snapshot.ends,
+            side=f"address at {self.address}",
+            regions=snapshot.regions,
+        )
+        used = snapshot.find_used(index)
+        for region in used:
+            if not region.rights.allows(opcode):
+                row = int(np.flatnonzero(snapshot.starts[index] == region.address)[0])
+                raise access_denied(opcode, row, region, self.address)
+        self._table.acquire(used, "remote")
+        return lambda: self._table.release(used, "remote")
+
+    def admit_row(self, opcode: Opcode, address: int, nbytes: int) -> Callable[[], None]:
+        """The same for one row."""
+        region = self._table.snapshot().find(address, nbytes)
+        if region is None or not region.rights.allows(opcode):
+            return self.admit(opcode, np.array([address]), np.array([nbytes]))
+        used = (region,)
+        self._table.acquire(used, "remote")
+        return lambda: self._table.release(used, "remote")
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Queue a notification for the application."""
+        with self._notified:
+            if len(self._notifications) >= self._config.notifications_pending_max:
+                raise UsageError(
+                    f"{len(self._notifications)} notifications are unread at {self.address}.",
+                    remedy="Call notifications() there more often, or raise notifications_pending_max.",
+                )
+            self._notifications.append(Notification(peer, payload))
+            self._notified.notify()
+
+    # Inside.
+
+    def _regions_for_peers(self, number: int) -> dict[str, Any]:
+        snapshot = self._table.snapshot()
+        rows = [
+            [region.region_id, region.name, region.address, region.nbytes, int(region.rights), region.keys]
+            for region in snapshot.regions
+            if region.rights
+        ]
+        return {"number": number, "version": snapshot.version, "regions": rows}
+
+    @staticmethod
+    def _peer_address(session: Session | None) -> str:
+        if session is None:
+            return ""
+        address = session.card.get("address")
+        return address[:256] if isinstance(address, str) else session.label
+
+    @staticmethod
+    def _send_quietly(session: Session, kind: FrameKind, body: bytes) -> None:
+        with contextlib.suppress(KvxferError):  # a session that is over needs no answer
+            session.send(kind, body)

@@ -1,0 +1,203 @@
+"""Who may import whom. A module knows the floors below it; docs/architecture.md tells why.
+
+6  doors       cli, compat, __main__      nothing imports them
+5  engine      every other module at the top of the package: engine, batch, segment, control ...
+4  transports  base, loop <- shm, rdma, tcp: siblings, each with helper modules of its own name
+3  handshake   imports floor 0 only; no socket, no thread, no clock
+2  memory      regions, slices, shared memory
+1  machine     verbs and system: the only ones that know cffi
+0  ground      errors, types, log, addresses, config
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "kvxfer"
+GROUND = ("errors", "types", "log", "addresses", "config")
+FLOORS = {**dict.fromkeys(GROUND, 0), "system": 1, "verbs": 1, "memory": 2, "handshake": 3, "transports": 4}
+DOORS = ("cli", "compat", "__main__")
+ENGINE_FLOOR, DOOR_FLOOR = 5, 6
+SIBLINGS = ("shm", "rdma", "tcp")
+PURE = ("memory.chunks", "memory.slices")
+CFFI = ("cffi", "_cffi_backend")
+WORLD = ("socket", "selectors", "threading", "time", "asyncio", "multiprocessing")
+WORLD_ALLOWED = {
+    ("memory.regions", "threading"),  # the region table is shared by the threads of its callers
+    ("system.calls", "socket"),  # for the numbers of MSG_* flags; opens none
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: `name` is a dotted module of kvxfer without the prefix, or one of another package."""
+
+    name: str
+    is_ours: bool
+    for_types_only: bool
+    line: int
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def floor(module: str) -> int:
+    top = module.partition(".")[0]
+    return DOOR_FLOOR if top in DOORS else FLOORS.get(top, ENGINE_FLOOR)
+
+
+def find_imports(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(), str(path))
+    typed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            base = str(node.module)
+            # `from kvxfer.memory import slices` may mean a module or a name
+            names = [
+                f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("kvxfer.") in MODULES else base
+                for alias in node.names
+            ]
+        for name in dict.fromkeys(names):
+            ours = name == "kvxfer" or name.startswith("kvxfer.")
+            yield Import(
+                name.removeprefix("kvxfer").removeprefix(".") if ours else name, ours, id(node) in typed, node.lineno
+            )  # type: ignore[attr-defined]
+
+
+IMPORTS = {module: list(find_imports(path)) for module, path in MODULES.items()}
+
+
+def transport_family(module: str) -> str | None:
+    """Return shm, rdma or tcp for a transport and its helpers; None for base, loop and all else."""
+    top, _, name = module.partition(".")
+    family = name.partition("_")[0]
+    return family if top == "transports" and family in SIBLINGS else None
+
+
+def complaint(module: str, imported: Import) -> str | None:
+    """Return what is wrong with an import; None if nothing is."""
+    ours, other = floor(module), floor(imported.name)
+    if not imported.is_ours:
+        top = imported.name.partition(".")[0]
+        if top in CFFI and module.partition(".")[0] not in ("verbs", "system") and module != "memory.cuda":
+            return "only floor 1 and memory.cuda know cffi"
+        if top in WORLD and ours <= 3 and not imported.for_types_only and (module, top) not in WORLD_ALLOWED:
+            return "no sockets, threads or clocks below floor 4"
+        return None
+    if imported.name == "" and ours < DOOR_FLOOR:
+        return "only the doors import the package by its public names"
+    if other == DOOR_FLOOR and ours != DOOR_FLOOR:
+        return "nothing imports a door"
+    if other > ours:
+        return f"floor {ours} imports floor {other}"
+    if ours == 1 and other == 1 and module.partition(".")[0] != imported.name.partition(".")[0]:
+        return "verbs and system do not know each other"
+    if ours == 3 and other not in (0, 3):
+        return "handshake imports floor 0 only"
+    if ours == 4 and other == 3:
+        return "transports never import handshake"
+    if module in PURE and other != 0 and imported.name not in PURE:
+        return "pure: imports floor 0 only"
+    if ours == other == 4 and module != "transports":
+        mine, its = transport_family(module), transport_family(imported.name)
+        if imported.name == "transports" or (its is not None and its != mine):
+            return "transports are siblings: what two of them need moves to base, loop or down"
+    return None
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name])
+def test_module_imports_only_what_is_below_it(module: str) -> None:
+    wrong = [
+        f"{MODULES[module].relative_to(PACKAGE.parent)}:{imported.line}: imports {imported.name or 'kvxfer'}: {words}"
+        for imported in IMPORTS[module]
+        if (words := complaint(module, imported))
+    ]
+
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_of_one_floor_import_each_other_in_one_direction() -> None:
+    edges = {
+        module: {imported.name for imported in found if imported.is_ours and not imported.for_types_only} - {module}
+        for module, found in IMPORTS.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import cycle: {' -> '.join((*path, module))}"
+        if module not in done:
+            for name in sorted(edges.get(module, ())):
+                if name:  # the package's own __init__ is entered from everywhere
+                    visit(name, (*path, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("errors", "kvxfer.engine"),
+        ("memory.slices", "kvxfer.memory.regions"),
+        ("memory.slices", "kvxfer.system.calls"),
+        ("handshake.machine", "kvxfer.memory"),
+        ("handshake.machine", "time"),
+        ("transports.tcp", "kvxfer.handshake.frames"),
+        ("transports.tcp", "kvxfer.transports.shm_copy"),
+        ("transports.base", "kvxfer.transports.tcp"),
+        ("transports.loop", "kvxfer.engine"),
+        ("transports.tcp", "cffi"),
+        ("engine", "kvxfer.cli"),
+        ("engine", "kvxfer"),
+        ("verbs.probe", "kvxfer.system.calls"),
+        ("config", "threading"),
+    ],
+)
+def test_planted_fault_is_found(module: str, imported: str) -> None:
+    ours = imported.startswith("kvxfer")
+    name = imported.removeprefix("kvxfer").removeprefix(".") if ours else imported
+
+    assert complaint(module, Import(name, ours, False, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("memory.regions", "threading"),
+        ("memory.shared", "kvxfer.system.calls"),
+        ("memory.slices", "kvxfer.memory.chunks"),
+        ("transports.tcp", "kvxfer.transports.tcp_wire"),
+        ("transports.tcp", "kvxfer.transports.base"),
+        ("transports.shm_copy", "kvxfer.memory.slices"),
+        ("engine", "kvxfer.control"),
+        ("cli.demo", "kvxfer"),
+        ("transports", "kvxfer.transports.tcp"),
+        ("verbs.probe", "cffi"),
+    ],
+)
+def test_what_the_rules_allow_is_allowed(module: str, imported: str) -> None:
+    ours = imported.startswith("kvxfer")
+    name = imported.removeprefix("kvxfer").removeprefix(".") if ours else imported
+
+    assert complaint(module, Import(name, ours, False, 1)) is None

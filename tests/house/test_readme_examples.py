@@ -1,0 +1,80 @@
+"""Every Python block of the README runs, each in a process of its own.
+
+A block after a line `<!-- no-run -->` is not run; it is still compiled.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvxfer.config import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(?P<marker><!-- no-run -->\s*\n)?^```python[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+class Example(NamedTuple):
+    """One block of code and the line it starts at."""
+
+    line: int
+    code: str
+    is_run: bool
+
+
+def find_examples(text: str) -> list[Example]:
+    return [
+        Example(text.count("\n", 0, match.start("code")) + 1, match["code"], match["marker"] is None)
+        for match in BLOCK.finditer(text)
+    ]
+
+
+EXAMPLES = find_examples(README.read_text()) if README.exists() else []
+
+
+@pytest.mark.skipif(not README.exists(), reason="there is no README.md yet")
+def test_readme_has_an_example_that_runs() -> None:
+    assert any(example.is_run for example in EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: f"line {example.line}")
+def test_example_runs(example: Example, tmp_path: Path) -> None:
+    file = tmp_path / f"readme_line_{example.line}.py"
+    file.write_text(example.code)
+    compile(example.code, str(file), "exec")
+    if not example.is_run:
+        return
+
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", str(file)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+
+    assert done.returncode == 0, f"README.md:{example.line}\n{done.stdout}{done.stderr}"
+    assert "Exception ignored" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(
+    not README.exists() or "| setting | default |" not in README.read_text(),
+    reason="README.md has no table of settings",
+)
+def test_settings_of_the_readme_are_those_of_the_code() -> None:
+    assert EngineConfig.settings_table() in README.read_text(), "paste what EngineConfig.settings_table() returns"
+
+
+def test_blocks_are_found_with_their_line_and_marker() -> None:
+    text = "# x\n```python\na = 1\n```\n\n<!-- no-run -->\n```python\nb = 2\n```\n```sh\nls\n```\n"
+
+    assert find_examples(text) == [Example(3, "a = 1\n", True), Example(8, "b = 2\n", False)]

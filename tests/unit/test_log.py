@@ -1,0 +1,101 @@
+"""Log events go to structlog where the application configured it, else to `logging`; stdout is never touched."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from kvxfer.log import EVENTS, get_logger
+
+CHILD = """
+from kvxfer.log import get_logger
+log = get_logger("kvxfer.test")
+log.debug("engine.started", address="127.0.0.1:1")
+log.info("engine.started", address="127.0.0.1:1")
+log.warning("engine.address_unsure", address="127.0.0.1", count=3)
+"""
+
+
+def run_child(before: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", before + CHILD], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["", "import structlog\n"], ids=["structlog not imported", "structlog imported"])
+def test_unconfigured_nothing_on_stdout_and_only_warnings_on_stderr(before: str) -> None:
+    done = run_child(before)
+
+    assert done.stdout == ""
+    assert done.stderr == "engine.address_unsure address='127.0.0.1' count=3\n"
+
+
+@pytest.mark.slow
+def test_logging_shows_all_levels_once_the_application_asks() -> None:
+    done = run_child("import logging; logging.basicConfig(level=logging.DEBUG)\n")
+
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["DEBUG", "INFO", "WARNING"]
+
+
+@pytest.mark.slow
+def test_configured_structlog_gets_every_event() -> None:
+    done = run_child("import structlog; structlog.configure(processors=[structlog.processors.JSONRenderer()])\n")
+
+    assert len(done.stdout.splitlines()) == 3
+    assert done.stderr == ""
+
+
+def test_fields_reach_structlog_as_they_are() -> None:
+    with capture_logs() as events:
+        get_logger("kvxfer.test").error("loop.handler_failed", handler="x", count=2)
+
+    assert events == [{"event": "loop.handler_failed", "log_level": "error", "handler": "x", "count": 2}]
+
+
+def test_a_logger_made_before_structlog_is_configured_follows_the_configuration() -> None:
+    logger = get_logger("kvxfer.test")
+    logger.debug("engine.started")
+
+    for _ in range(2):
+        with capture_logs() as events:
+            logger.info("engine.closed")
+        assert [event["event"] for event in events] == ["engine.closed"]
+
+
+def test_event_names_are_noun_and_past_tense_verb_and_explained() -> None:
+    for name, meaning in EVENTS.items():
+        noun, dot, verb = name.partition(".")
+        assert noun.isidentifier(), name
+        assert dot, name
+        assert verb.isidentifier(), name
+        assert meaning, name
+
+
+def cost_us(call: Callable[[], None]) -> float:
+    return min(timeit.repeat(call, number=2000, repeat=30)) / 2000 * 1e6
+
+
+def test_filtered_call_costs_under_one_microsecond() -> None:
+    logger = get_logger("kvxfer.test")
+    assert not logging.getLogger("kvxfer.test").isEnabledFor(logging.DEBUG)
+
+    cost = cost_us(lambda: logger.debug("engine.started", address="127.0.0.1:1", port=1))
+
+    assert cost < 1.0
+
+
+def test_filtered_call_of_cached_structlog_costs_under_one_microsecond() -> None:
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=True
+    )
+    logger = get_logger("kvxfer.test")
+
+    cost = cost_us(lambda: logger.debug("engine.started", address="127.0.0.1:1", port=1))
+
+    assert cost < 1.5  # 0.6 us measured, on top of it conftest's check of the event's name
