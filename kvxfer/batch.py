@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -19,8 +20,8 @@ __all__ = ["TransferBatch", "wait_all"]
 
 LOOK_S = 0.1
 """How often a thread looks up that waits while another thread moves the batch."""
-TURN_S = 0.002
-"""How long `wait_all` gives one batch when none can move at once."""
+TURN_S = 0.01
+"""How long `wait_all` sleeps before it looks again when no batch can move."""
 
 
 class TransferBatch:
@@ -39,7 +40,7 @@ class TransferBatch:
         self._endpoint = endpoint
         self._transfer = transfer
         self._started = started
-        self._deadline = deadline
+        self._deadline = transfer.deadline = deadline
 
     def start(self) -> None:
         """Hand the transfer to its endpoint; called once, by the engine."""
@@ -117,6 +118,7 @@ class TransferBatch:
         transfer = self._transfer
         if not transfer.finished:
             deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
+            transfer.deadline = deadline
             while not transfer.finished:
                 left = deadline - time.monotonic()
                 if transfer.lock.acquire(timeout=min(LOOK_S, left) if left > 0.0 else LOOK_S):
@@ -207,23 +209,32 @@ class TransferBatch:
 
 def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> None:
     """Move several batches at once to their end; raises the first failure, after all have ended."""
-    now = time.monotonic()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     running = list(batches)
-    while running:
+    while True:
         moved_before = sum(batch._transfer.nbytes_moved for batch in running)
         running = [batch for batch in running if not batch.poll()]
         if not running:
             break
-        if timeout_s is not None and time.monotonic() >= now + timeout_s:
+        if deadline is not None and time.monotonic() >= deadline:
             for batch in running:
                 batch._transfer.stop = batch._transfer.stop or batch._timeout_error()
         elif sum(batch._transfer.nbytes_moved for batch in running) == moved_before:
-            first = running[0]
-            if first._transfer.lock.acquire(timeout=TURN_S):
-                try:
-                    first._advance(time.monotonic() + TURN_S, first._deadline)
-                finally:
-                    first._transfer.lock.release()
+            _wait_for_any(running)
     for batch in batches:
         if batch.exception is not None:
             raise batch.exception
+
+
+def _wait_for_any(batches: list[TransferBatch]) -> None:
+    """Sleep until one of the batches can move, for `TURN_S` at most."""
+    poll = select.poll()
+    for batch in batches:
+        if batch._transfer.lock.acquire(blocking=False):
+            try:
+                wanted = batch._endpoint.waits_for(batch._transfer)
+            finally:
+                batch._transfer.lock.release()
+            if wanted is not None:
+                poll.register(*wanted)
+    poll.poll(TURN_S * 1e3)

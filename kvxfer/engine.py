@@ -19,7 +19,15 @@ from kvxfer.addresses import choose_advertised_host, format_host_port, parse_hos
 from kvxfer.batch import TransferBatch, wait_all
 from kvxfer.config import EngineConfig
 from kvxfer.control import Listener
-from kvxfer.errors import ClosedError, ForkedError, KvxferError, RegionBusyError, TransportUnavailableError, UsageError
+from kvxfer.errors import (
+    ClosedError,
+    ForkedError,
+    KvxferError,
+    PeerRestartedError,
+    RegionBusyError,
+    TransportUnavailableError,
+    UsageError,
+)
 from kvxfer.interfaces import default_route_host, list_interfaces
 from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, buffer_view
@@ -230,7 +238,10 @@ class TransferEngine:
             if is_leader:
                 opening = self._opening[key] = _Opening()
         if segment is not None:
-            segment.session()
+            try:
+                segment.session()
+            except PeerRestartedError:  # void now, and forgotten: who opens wants the process that is there
+                return self.open_segment(address, transports=transports)
             return segment
         assert opening is not None
         if is_leader:

@@ -92,6 +92,7 @@ class Segment:
         self.passed_over: dict[str, str] = {}
         """Transports that were preferred to the one in use, and why each was passed over."""
         self._endpoints: list[Endpoint] = []
+        self._endpoints_closed = False
         self._spare: list[str] = []
         self._session: Session | None = None
         self._lock = threading.Lock()
@@ -248,13 +249,12 @@ class Segment:
         offers = card.get("transports")
         if not isinstance(offers, dict):
             raise RemoteProtocolError(f"{self.address} sent a card without transports.", peer=self.address)
-        if self._endpoints and all(endpoint.transport in offers for endpoint in self._endpoints):
-            kept = [endpoint for endpoint in self._endpoints if endpoint.transport != "shm"]
-            if len(kept) == len(self._endpoints):
+        if self._endpoints and not self._endpoints_closed:
+            if all(endpoint.transport in offers and endpoint.transport != "shm" for endpoint in self._endpoints):
                 return self.transport, self.passed_over  # streams outlive the control connection
         reasons: dict[str, str] = {}
         remedies: list[str] = []
-        old, self._endpoints = self._endpoints, []
+        old, self._endpoints, self._endpoints_closed = self._endpoints, [], False
         deadline = time.monotonic() + self._engine.config.handshake_timeout_s / 2
         link = PeerLink(self.address, session.generation, self._dial, self._hang_up, self._deliver)
         for position, name in enumerate(self.wanted):
@@ -304,6 +304,7 @@ class Segment:
         get_logger(__name__).info("segment.disconnected", peer=self.address, error=str(error))
         self._lost = error
         dead = isinstance(error, PeerUnreachableError)
+        self._endpoints_closed = self._endpoints_closed or dead
         for endpoint in self._endpoints:
             if endpoint.transport == "shm" or dead:
                 endpoint.close(error)

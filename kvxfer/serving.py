@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import EngineConfig
-from kvxfer.errors import KvxferError, PeerRefusedError, TransportUnavailableError, UsageError
+from kvxfer.errors import KvxferError, PeerRefusedError, PeerUnreachableError, TransportUnavailableError, UsageError
 from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
@@ -169,8 +169,8 @@ class PeerService:
                 f"there are {tcp.service.connection_count} data connections already.",
                 remedy="Raise tcp_connections_max (KVXFER_TCP_CONNECTIONS_MAX) there, or open fewer.",
             )
-        number, peer = tcp.service.next_number(), self._peer_address(session)
-        return number, lambda connection: tcp.service.adopt(connection, number, peer)
+        number, peer, generation = tcp.service.next_number(), self._peer_address(session), session.generation
+        return number, lambda connection: tcp.service.adopt(connection, number, peer, generation)
 
     # SessionOwner: peers that opened us.
 
@@ -205,6 +205,9 @@ class PeerService:
         """A peer has gone."""
         with self._lock:
             self._sessions.pop(session.token, None)
+        tcp = self.transports.get("tcp")
+        if isinstance(error, PeerUnreachableError) and isinstance(tcp, TcpTransport):
+            tcp.service.drop_peer(session.generation)  # dead, not only disconnected: streams outlive their session
         event = "peer.disconnected" if session.established is not None else "peer.refused"
         self._log.info(event, peer=session.label, error=str(error))
 

@@ -35,6 +35,8 @@ LEGEND = (
     "GB/s are 10^9 bytes, figures are medians. memcpy is a loop of memory copies over the same blocks inside one "
     "process, by one thread, in the same rounds."
 )
+WIDE_COLUMNS = 100
+"""The width of the terminal from which the table has all its columns."""
 LANES = {"shm": ("shm", "allocated"), REGISTERED: ("shm", "registered"), "tcp": ("tcp", "allocated")}
 """Row of the table -> transport, kind of memory."""
 
@@ -238,13 +240,12 @@ def to_json(transport: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
 def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
     """Return the table, and below it what each row that did not run needs."""
     rows = [_row(outcome, style) for outcome in outcomes.values()]
-    header = ["transport", "write GB/s", "of memcpy", "read GB/s", "of memcpy", "memcpy", "4 KiB p50", "verified"]
     lines = [
         style.paint(f"kvxfer {__version__} demo", "bold")
         + f"  {plan.count:,} scattered blocks of {format_size(plan.block_nbytes)} ({format_size(plan.nbytes)}) each "
         "way, between two processes",
         "",
-        draw_table(header, rows, ["<", ">", ">", ">", ">", ">", ">", "<"], style),
+        _table(rows, style),
         "",
         style.paint(wrap(LEGEND, style, indent=""), "dim"),
     ]
@@ -256,16 +257,19 @@ def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
     return "\n".join(lines)
 
 
+def _table(rows: list[list[str]], style: Style) -> str:
+    """Return the table with all columns, or where the terminal is too narrow for that, with the shorter half of it."""
+    wide = ["transport", "write GB/s", "of memcpy", "read GB/s", "of memcpy", "memcpy", "4 KiB p50", "verified"]
+    if style.width >= WIDE_COLUMNS:
+        return draw_table(wide, rows, ["<", ">", ">", ">", ">", ">", ">", "<"], style)
+    narrow = ["transport", "write", "ratio", "read", "ratio", "4 KiB p50", "verified"]
+    return draw_table(narrow, [[*row[:5], *row[6:]] for row in rows], ["<", ">", ">", ">", ">", ">", "<"], style)
+
+
 def _row(outcome: Outcome, style: Style) -> list[str]:
     if not outcome.is_measured:
         failed = outcome.error is not None and not _is_extra_refused(outcome)
-        what = (
-            "failed"
-            if failed
-            else "left out"
-            if outcome.probe is not None and outcome.probe.usable
-            else "cannot run here"
-        )
+        what = "failed" if failed else "left out" if outcome.probe is not None and outcome.probe.usable else "not here"
         text = f"{style.mark('fail' if failed else 'off')} {what}"
         return [outcome.label, *["-"] * 6, text if failed else style.paint(text, "dim")]
     verified = (

@@ -27,7 +27,6 @@ __all__ = ["REGION_NAME", "run"]
 REGION_NAME = "kvxfer.serve"
 TURN_S = 0.5
 """How often notifications are fetched, so that they do not pile up; a signal or an event ends the turn early."""
-CONNECTED = "peer.connected"
 DISCONNECTED = "peer.disconnected"
 SHOWN_PREFIXES = ("peer.", "listener.")
 
@@ -96,7 +95,6 @@ class _Printer:
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json
-        self._connected: set[str] = set()
         self._style = Style.of(sys.stdout)
 
     def ready(self, address: str, nbytes: int, transports: tuple[str, ...]) -> None:
@@ -120,17 +118,14 @@ class _Printer:
 
     def event(self, event: Event) -> None:
         """Say what happened."""
-        name, peer = str(event["event"]), str(event.get("peer", ""))
-        if name == CONNECTED and peer in self._connected:
-            return  # it asks again because the regions have changed
-        (self._connected.add if name == CONNECTED else self._connected.discard)(peer)
-        fields = {
-            key: value for key, value in event.items() if key not in ("event", "peer") and value not in ("", None)
-        }
         if self._is_json:
-            self._print_json(event=name, peer=peer, **fields)
+            self._print_json(**event)
             return
-        rest = "" if name == DISCONNECTED else ", ".join(f"{key} {value}" for key, value in fields.items())
+        name, peer = str(event["event"]), str(event.get("label") or event.get("peer", ""))
+        hidden = {"event", "peer", "label"} | ({"error"} if name == DISCONNECTED else set())
+        rest = ", ".join(
+            str(value) if key == "error" else f"{key} {value}" for key, value in event.items() if key not in hidden
+        )
         clock = self._style.paint(time.strftime("%H:%M:%S"), "dim")
         what = name.removeprefix("peer.").replace(".", " ")
         print(f"{clock}  {self._style.paint(peer, 'cyan')} {what}" + (f": {rest}" if rest else ""), flush=True)

@@ -10,6 +10,7 @@ more is written on either side on account of this transfer.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ class Transfer:
     slices_left: AddressColumn | None = None
     work: Any = None
     stop: KvxferError | None = None
+    deadline: float = math.inf
     error: KvxferError | None = None
     finished: bool = False
 
@@ -168,6 +170,11 @@ class Endpoint(ABC):
         The caller holds `transfer.lock`. Returns early when `transfer.stop` is set. Finishes the transfer, with an
         error where the medium failed.
         """
+
+    def waits_for(self, transfer: Transfer) -> tuple[int, int] | None:
+        """Return the descriptor and the poll(2) events that the transfer cannot move without; None where there is none,
+        and it moves whenever it is given time."""
+        return None
 
     @abstractmethod
     def abort(self, transfer: Transfer, deadline: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import secrets
 import threading
@@ -107,9 +108,8 @@ class ShmTransport(Transport):
                 if offset >= 0 and offset + nbytes <= memory.nbytes:
                     self._file_count += 1
                     writable = bool(rights & Rights.REMOTE_WRITE)
-                    self._files[self._file_count] = SharedFile(
-                        lambda: memory.reopen(writable=writable), offset=offset, nbytes=nbytes
-                    )
+                    reopen = functools.partial(memory.reopen, writable=writable)
+                    self._files[self._file_count] = SharedFile(reopen, offset, nbytes)
                     return {"file": self._file_count}
         return {}
 
@@ -198,7 +198,7 @@ class ShmEndpoint(Endpoint):
             transfer.finish()
         except KvxferError as error:
             self._note_left(transfer)
-            transfer.finish(error)
+            transfer.finish(self._closed or error)  # where we closed it, a dead pidfd is only how that shows
 
     def abort(self, transfer: Transfer, deadline: float) -> None:
         """Copies are made by the caller under the transfer's lock, so none is running; only a notification may be."""

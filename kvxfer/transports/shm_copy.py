@@ -287,8 +287,8 @@ class ProcessVmCopy(CopyJob):
             )
         if failure == errno.EFAULT:
             return RemoteAccessError(
-                f"{call} of {int(self._nbytes[piece])} bytes at {remote:#x} of {peer} (process {self._identity.pid}) met "
-                "memory that is not mapped, or not with the needed protection, on one of the two sides.",
+                f"{call} of {int(self._nbytes[piece])} bytes at {remote:#x} of {peer} (process {self._identity.pid}) "
+                "met memory that is not mapped, or not with the needed protection, on one of the two sides.",
                 remedy="Memory must stay mapped until it is unregistered: look for a buffer that was freed first.",
                 peer=peer,
                 address=remote,

@@ -74,7 +74,8 @@ class TcpTransport(Transport):
                 "tcp",
                 usable=False,
                 reason=f"no TCP socket can be made: {exc.strerror}",
-                remedy="EMFILE: raise the limit on open files (ulimit -n). EPERM: allow AF_INET in the seccomp profile.",
+                remedy="EMFILE: raise the limit on open files (ulimit -n). EPERM: allow AF_INET in the seccomp "
+                "profile.",
             )
         return Probe("tcp", usable=True, reason="TCP sockets can be made")
 
@@ -132,7 +133,13 @@ class TcpEndpoint(Endpoint):
                 transfer.finish(refusal)
         except KvxferError as error:
             self._drop(transfer)
-            transfer.finish(error)
+            transfer.finish(self._closed or error)  # where we closed it, the broken stream is only how that shows
+
+    def waits_for(self, transfer: Transfer) -> tuple[int, int] | None:
+        work: _Work | None = transfer.work
+        if work is None:
+            return None
+        return work.stream.fileno(), select.POLLIN if work.request.is_done else select.POLLOUT
 
     def abort(self, transfer: Transfer, deadline: float) -> None:
         stream = self._drop(transfer)
@@ -183,9 +190,7 @@ class TcpEndpoint(Endpoint):
                 return None
             self._help(until)
         try:
-            deadline = time.monotonic() + self._config.connect_timeout_s
-            if until > 0.0:
-                deadline = max(until, deadline)
+            deadline = min(time.monotonic() + self._config.connect_timeout_s, transfer.deadline)
             stream = _Stream(*self._link.dial(deadline), self._link.label, self._config)
         except BaseException:
             with self._changed:
@@ -333,6 +338,10 @@ class _Stream:
         self._writable = select.poll()
         self._writable.register(self._fd, select.POLLOUT)
         self.used_at = time.monotonic()
+
+    def fileno(self) -> int:
+        """The descriptor of the connection."""
+        return self._fd
 
     def next_request(self) -> int:
         """Return a number for the next request on this stream."""

@@ -68,8 +68,9 @@ class DataService:
         self._connections: dict[int, _DataConnection] = {}
         self._closed = False
 
-    def adopt(self, connection: socket.socket, number: int, peer: str) -> None:
-        """Serve an authenticated data connection; from any thread. Closes it where the limit is reached."""
+    def adopt(self, connection: socket.socket, number: int, peer: str, generation: str) -> None:
+        """Serve an authenticated data connection of the process `generation`; from any thread. Closes it where the
+        limit is reached."""
         with self._lock:
             if self._closed or len(self._connections) >= self._config.tcp_connections_max:
                 connection.close()
@@ -78,7 +79,7 @@ class DataService:
                 self._loops.append(Loop(f"kvxfer-data-{len(self._loops)}", spin_s=self._config.spin_s))
                 self._loops[-1].start()
             loop = self._loops[len(self._connections) % len(self._loops)]
-            served = _DataConnection(connection, number, peer, loop, self, self._config.notify_nbytes_max)
+            served = _DataConnection(connection, number, peer, generation, loop, self, self._config.notify_nbytes_max)
             self._connections[number] = served
         loop.call_soon(lambda: loop.add(served))
 
@@ -109,6 +110,13 @@ class DataService:
             done()
 
         connection.loop.call_soon(drop)
+
+    def drop_peer(self, generation: str) -> None:
+        """Drop all connections of a process that counts as dead: it would hold what it uses for ever."""
+        with self._lock:
+            connections = [one for one in self._connections.values() if one.generation == generation]
+        for connection in connections:
+            connection.loop.call_soon(connection.close)
 
     def forget(self, number: int) -> None:
         """A connection has closed itself."""
@@ -144,6 +152,7 @@ class _DataConnection:
         connection: socket.socket,
         number: int,
         peer: str,
+        generation: str,
         loop: Loop,
         service: DataService,
         notify_nbytes_max: int,
@@ -153,6 +162,7 @@ class _DataConnection:
         self._fd = connection.fileno()
         self._number = number
         self._peer = peer
+        self.generation = generation
         self.loop = loop
         self._service = service
         self._notify_nbytes_max = notify_nbytes_max

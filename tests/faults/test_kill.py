@@ -29,7 +29,8 @@ WARM_ROUNDS = 3
 CLIENT = """
 import numpy as np
 segment = engine.open_segment(address)
-region = engine.allocate(nbytes) if medium == "shm" else engine.register(np.ones(nbytes, np.uint8))
+region = engine.allocate(nbytes) if medium == "shm" else engine.register(np.zeros(nbytes, np.uint8))
+region.array[:] = 1
 while True:
     rows = np.full(n, region.address), np.full(n, there)
     engine.write(segment, *rows, nbytes, timeout_s=30.0)

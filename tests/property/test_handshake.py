@@ -272,6 +272,7 @@ class HandshakeMachine(RuleBasedStateMachine):
                 assert str(side.error).endswith(".")
 
 
+@pytest.mark.slow
 class TestHandshake(HandshakeMachine.TestCase):  # type: ignore[misc]
     settings = settings(deadline=None, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
 

@@ -109,6 +109,17 @@ def test_demo_table_names_rows_figures_and_remedies(
         assert text in out
 
 
+def test_demo_table_fits_a_terminal_of_80_columns() -> None:
+    outcomes = {label: measured(label) for label in ("shm", REGISTERED, "tcp")} | {
+        "rdma": Outcome("rdma", PLAN, probe=NO_RDMA)
+    }
+
+    wide, narrow = (demo.to_text(PLAN, outcomes, Style(unicode=True, width=width)) for width in (100, 80))
+
+    assert max(len(line) for line in wide.splitlines()) <= 100
+    assert max(len(line) for line in narrow.splitlines()) <= 80
+
+
 def bench_row(block: int = 4096, wrong: int = 0, gbps: float = 2.0) -> BenchRow:
     seconds = block * 16 / gbps / 1e9
     return BenchRow("tcp", "write", block, 16, 3, seconds, seconds / 2, wrong, "read back", "192.0.2.7:7777")

@@ -166,5 +166,5 @@ def test_a_field_has_the_type_that_is_asked_for() -> None:
         field(obj, "flag", int, of="HELLO")
     with pytest.raises(RemoteProtocolError, match="field 'null' of a frame frame is NoneType, not str"):
         field(obj, "null", str, default="d")
-    with pytest.raises(RemoteProtocolError, match="'name' .* has length 10; the limit is 9"):
+    with pytest.raises(RemoteProtocolError, match=r"'name' .* has length 10; the limit is 9"):
         field(obj, "name", str, length_max=9)

@@ -24,7 +24,7 @@ from kvxfer.errors import (
     VerbsError,
 )
 from kvxfer.handshake.events import CardWanted, Established, Failed, PeerClosed, PeerOffered, SessionFrame
-from kvxfer.handshake.frames import HEADER, MAGIC, RESEND, FrameKind, encode, encode_json
+from kvxfer.handshake.frames import HEADER, MAGIC, RESEND, FrameKind, decode_json, encode, encode_json
 from kvxfer.handshake.machine import Handshake, Role, State
 from tests.support.two_peers import DEADLINE_S, RESEND_S, Setup, Side, TwoPeers
 
@@ -320,17 +320,11 @@ def test_our_own_proof_sent_back_is_no_proof() -> None:
     victim.take_frames()
     (proof,) = victim.sent_kind(FrameKind.AUTH)
 
-    reflected = {"generation": generation, "echo": victim.setup.nonce.hex(), "proof": json_of(proof)["proof"]}
+    reflected = {"generation": generation, "echo": victim.setup.nonce.hex(), "proof": decode_json(proof)["proof"]}
     victim.receive(encode_json(FrameKind.AUTH, reflected), 0.0)
 
     assert isinstance(victim.error, AuthenticationError)
     assert CardWanted() not in victim.events
-
-
-def json_of(frame: Any) -> dict[str, Any]:
-    from kvxfer.handshake.frames import decode_json
-
-    return decode_json(frame)
 
 
 def test_a_card_that_comes_before_the_proof_waits() -> None:
@@ -486,7 +480,7 @@ def test_a_card_that_cannot_be_sent_leaves_the_turn_open() -> None:
     machine = alone()
     machine.receive_data(MAGIC + encode_json(FrameKind.HELLO, HELLO), 1.0)
 
-    with pytest.raises(LocalProtocolError, match="CARD frame has .* the limit is 262144"):
+    with pytest.raises(LocalProtocolError, match=r"CARD frame has .* the limit is 262144"):
         machine.offer({"regions": "x" * (256 << 10)})
     with pytest.raises(LocalProtocolError, match="cannot be sent as JSON"):
         machine.offer({"regions": object()})
