@@ -2,7 +2,7 @@
 
 Order of precedence: an argument of `TransferEngine`, then the environment, then the default. A value that cannot be
 meant raises ConfigError when the configuration is made, and names the setting, the value, the range and where the
-value came from. `settings()` is the one table of settings: documentation and `kvxfer doctor` print it.
+value came from. `settings()` is the one table of settings: docs/settings.md is made from it.
 """
 
 from __future__ import annotations
@@ -198,20 +198,6 @@ class EngineConfig:
     def settings(cls) -> list[Setting]:
         """Return the table of settings."""
         return list(_rows())
-
-    @classmethod
-    def settings_table(cls) -> str:
-        """Return the table of settings as Markdown."""
-        lines = ["| setting | default | range | variable | meaning | why this default |", "|---|---|---|---|---|---|"]
-        for row in cls.settings():
-            default = ",".join(row.default) if row.name == "transports" else row.default
-            shown = "" if default is None else f"`{default}`"
-            if row.name == "shm_copy_threads":
-                shown = "2, or 1 on one CPU"
-            lines.append(
-                f"| `{row.name}` | {shown} | {row.allowed} | `{row.variable}` | {row.meaning} | {row.source} |"
-            )
-        return "\n".join(lines) + "\n"
 
     @classmethod
     def resolve(cls, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> EngineConfig:

@@ -236,8 +236,8 @@ def connect(target: HostPort, config: EngineConfig, deadline: float) -> socket.s
     label = format_host_port(target.host, target.port)
     started = time.monotonic()
     tries, pause = 0, 0.01
+    last: OSError | None = None
     while True:
-        last: OSError | None = None
         for family, kind, protocol, _, address in resolve(target, passive=False):
             left = deadline - time.monotonic()
             if left <= 0 and tries:

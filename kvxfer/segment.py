@@ -31,6 +31,7 @@ from kvxfer.errors import (
     RemoteProtocolError,
     TransportUnavailableError,
 )
+from kvxfer.handshake.bodies import clean
 from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
@@ -92,8 +93,6 @@ class Segment:
         self.passed_over: dict[str, str] = {}
         """Transports that were preferred to the one in use, and why each was passed over."""
         self._endpoints: list[Endpoint] = []
-        self._endpoints_closed = False
-        self._spare: list[str] = []
         self._session: Session | None = None
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
@@ -249,33 +248,31 @@ class Segment:
         offers = card.get("transports")
         if not isinstance(offers, dict):
             raise RemoteProtocolError(f"{self.address} sent a card without transports.", peer=self.address)
-        if self._endpoints and not self._endpoints_closed:
-            if all(endpoint.transport in offers and endpoint.transport != "shm" for endpoint in self._endpoints):
-                return self.transport, self.passed_over  # streams outlive the control connection
         reasons: dict[str, str] = {}
         remedies: list[str] = []
-        old, self._endpoints, self._endpoints_closed = self._endpoints, [], False
+        # Streams of tcp outlive the control connection; shm's endpoint was closed with it.
+        old = {endpoint.transport: endpoint for endpoint in self._endpoints if not endpoint.is_closed}
+        opened: list[Endpoint] = []
         deadline = time.monotonic() + self._engine.config.handshake_timeout_s / 2
         link = PeerLink(self.address, session.generation, self._dial, self._hang_up, self._deliver)
-        for position, name in enumerate(self.wanted):
-            if name not in offers:
-                theirs = card.get("passed_over", {}).get(name) if isinstance(card.get("passed_over"), dict) else None
-                reasons[name] = f"the peer does not offer it{f': {theirs}' if isinstance(theirs, str) else ''}"[:500]
+        for name in self.wanted:
+            if opened and name != "tcp":
+                continue  # in reserve is only what costs nothing to hold and reaches every region
             try:
                 transport = self._engine.transport(name)
-                if name in reasons:
+                if name not in offers:
+                    reasons[name] = _not_offered(name, card)
                     continue
-                self._endpoints.append(transport.open_endpoint(offers[name], link, deadline))
+                opened.append(old.pop(name, None) or transport.open_endpoint(offers[name], link, deadline))
             except KvxferError as error:
                 reasons[name] = error.message
                 remedies.append(error.remedy)
-                continue
-            self._spare = [other for other in self.wanted[position + 1 :] if other == "tcp" and other in offers]
-            for other in self._spare:
-                self._endpoints.append(self._engine.transport(other).open_endpoint(offers[other], link, deadline))
-            for endpoint in old:
+        if opened:
+            self._endpoints = opened
+            for endpoint in old.values():
                 endpoint.close(PeerClosedError(f"{self.address} was connected anew.", peer=self.address))
-            return name, reasons
+            used = self.wanted.index(opened[0].transport)
+            return opened[0].transport, {name: why for name, why in reasons.items() if self.wanted.index(name) < used}
         ours = ", ".join(self.wanted)
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise TransportUnavailableError(
@@ -304,7 +301,6 @@ class Segment:
         get_logger(__name__).info("segment.disconnected", peer=self.address, error=str(error))
         self._lost = error
         dead = isinstance(error, PeerUnreachableError)
-        self._endpoints_closed = self._endpoints_closed or dead
         for endpoint in self._endpoints:
             if endpoint.transport == "shm" or dead:
                 endpoint.close(error)
@@ -458,6 +454,13 @@ class Segment:
         """In a forked child: close the copy of the session's descriptor only."""
         if self._session is not None:
             self._session.abandon()
+
+
+def _not_offered(name: str, card: Mapping[str, Any]) -> str:
+    """Say why a peer does not offer a transport, in its own words if it gave any."""
+    told = card.get("passed_over")
+    why = told.get(name) if isinstance(told, dict) else None
+    return f"the peer does not offer it{f': {clean(why)}' if isinstance(why, str) else ''}"
 
 
 class _Revocation:

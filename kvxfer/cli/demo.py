@@ -32,10 +32,10 @@ LATENCY_COUNT = 1000
 LATENCY_WARM = 50
 REGISTERED = "shm (registered memory)"
 LEGEND = (
-    "GB/s are 10^9 bytes, figures are medians. memcpy is a loop of memory copies over the same blocks inside one "
-    "process, by one thread, in the same rounds."
+    "GB/s are 10^9 bytes, figures are medians. Ratios are to memcpy: a loop of memory copies over the same blocks "
+    "inside one process, by one thread, in the same rounds."
 )
-WIDE_COLUMNS = 100
+WIDE_COLUMNS = 104
 """The width of the terminal from which the table has all its columns."""
 LANES = {"shm": ("shm", "allocated"), REGISTERED: ("shm", "registered"), "tcp": ("tcp", "allocated")}
 """Row of the table -> transport, kind of memory."""
@@ -240,10 +240,10 @@ def to_json(transport: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
 def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
     """Return the table, and below it what each row that did not run needs."""
     rows = [_row(outcome, style) for outcome in outcomes.values()]
+    size = format_size(plan.block_nbytes)
     lines = [
-        style.paint(f"kvxfer {__version__} demo", "bold")
-        + f"  {plan.count:,} scattered blocks of {format_size(plan.block_nbytes)} ({format_size(plan.nbytes)}) each "
-        "way, between two processes",
+        style.paint(f"kvxfer {__version__} demo", "bold"),
+        f"{plan.count:,} scattered blocks of {size} ({format_size(plan.nbytes)}) each way, between two processes",
         "",
         _table(rows, style),
         "",

@@ -52,7 +52,7 @@ class Style:
         # With LANG=C the interpreter itself switches to UTF-8 (PEP 538, 540), so that the encoding alone does not tell.
         locale = variables.get("LC_ALL") or variables.get("LANG") or ""
         encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-        width = shutil.get_terminal_size((100, 24)).columns if is_terminal else 100
+        width = shutil.get_terminal_size((WIDTH_MAX, 24)).columns if is_terminal else WIDTH_MAX
         return cls(
             colour=colour,
             unicode=encoding.startswith("utf8") and locale not in ("C", "POSIX"),

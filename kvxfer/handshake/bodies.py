@@ -44,7 +44,7 @@ GENERATION_LENGTH_MAX = 64
 NONCE_NBYTES_MIN, NONCE_NBYTES_MAX = 8, 32
 TRANSPORTS_MAX = 8
 TRANSPORT_LENGTH_MAX = 32
-REASON_LENGTH_MAX = 400  # 8 reasons of 4-byte characters stay below the 16 KiB of a READY frame
+REASON_LENGTH_MAX = 400  # 8 reasons of 4-byte characters stay below the 16 KiB of the READY frame
 MESSAGE_LENGTH_MAX = 2000  # with the remedy and the values below at most 16 KiB, the limit of an ERROR frame
 REMEDY_LENGTH_MAX = 800
 VALUE_LENGTH_MAX = 200
@@ -78,7 +78,7 @@ class Hello:
     transports: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body of a HELLO frame."""
+        """Return the body of the HELLO frame."""
         return {
             "versions": list(self.versions),
             "generation": self.generation,
@@ -94,7 +94,7 @@ class Hello:
         """Return the peer's HELLO. Raises RemoteProtocolError naming the field that is wrong."""
         role = field(obj, "role", str, of="HELLO", length_max=16)
         if role not in ("initiator", "responder"):
-            raise RemoteProtocolError(f"field 'role' of a HELLO frame is {clean(role)!r}.", field="role")
+            raise RemoteProtocolError(f"field 'role' of the HELLO frame is {clean(role)!r}.", field="role")
         return cls(
             versions=parse_versions(obj),
             generation=parse_hex(obj, "generation", of="HELLO", length_max=GENERATION_LENGTH_MAX),
@@ -110,10 +110,10 @@ def parse_versions(obj: Mapping[str, Any]) -> tuple[int, int]:
     """Return the version range of a HELLO: the one part that all versions read alike."""
     versions = field(obj, "versions", list, of="HELLO")
     if len(versions) != 2 or any(type(one) is not int or not 0 <= one < 1 << 16 for one in versions):
-        raise RemoteProtocolError("field 'versions' of a HELLO frame is not [lowest, highest].", field="versions")
+        raise RemoteProtocolError("field 'versions' of the HELLO frame is not [lowest, highest].", field="versions")
     lowest, highest = versions
     if lowest > highest:
-        raise RemoteProtocolError(f"field 'versions' of a HELLO frame is [{lowest}, {highest}].", field="versions")
+        raise RemoteProtocolError(f"field 'versions' of the HELLO frame is [{lowest}, {highest}].", field="versions")
     return lowest, highest
 
 
@@ -122,7 +122,7 @@ def parse_hex(obj: Mapping[str, Any], name: str, *, of: str, length_max: int, le
     text = field(obj, name, str, of=of, length_max=length_max)
     if len(text) < length_min or not _HEX.fullmatch(text):
         raise RemoteProtocolError(
-            f"field {name!r} of a {of} frame is {clean(text)!r}, not {length_min} or more lower-case hex digits.",
+            f"field {name!r} of the {of} frame is {clean(text)!r}, not {length_min} or more lower-case hex digits.",
             field=name,
         )
     return text
@@ -132,7 +132,7 @@ def parse_transports(obj: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the transports that a HELLO names."""
     names = field(obj, "transports", list, of="HELLO", length_max=64)
     if not all(isinstance(one, str) and 0 < len(one) <= TRANSPORT_LENGTH_MAX for one in names):
-        raise RemoteProtocolError("field 'transports' of a HELLO frame is not a list of names.", field="transports")
+        raise RemoteProtocolError("field 'transports' of the HELLO frame is not a list of names.", field="transports")
     return tuple(clean(one) for one in names)
 
 
@@ -195,7 +195,7 @@ def parse_reasons(obj: Mapping[str, Any]) -> dict[str, str]:
     reasons: Mapping[Any, Any] = field(obj, "passed_over", dict, of="READY", length_max=64, default={})
     if not all(isinstance(why, str) for why in reasons.values()):
         raise RemoteProtocolError(
-            "field 'passed_over' of a READY frame is not names with reasons.", field="passed_over"
+            "field 'passed_over' of the READY frame is not names with reasons.", field="passed_over"
         )
     return trim_reasons(reasons)
 

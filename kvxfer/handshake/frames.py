@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -230,7 +231,9 @@ def decode_json(frame: Frame) -> dict[str, Any]:
     """Return the JSON object in a frame. Raises RemoteProtocolError when it is none, or nested too deeply."""
     name = frame.kind.name
     try:
-        obj = json.loads(frame.body.decode(), parse_int=_parse_int, parse_constant=_refuse_constant)
+        obj = json.loads(
+            frame.body.decode(), parse_int=_parse_int, parse_float=_parse_float, parse_constant=_refuse_constant
+        )
     except RecursionError:
         raise RemoteProtocolError(f"the body of a {name} frame is nested too deeply.") from None
     except ValueError as exc:
@@ -247,6 +250,13 @@ def _parse_int(text: str) -> int:
     if len(text) > INTEGER_DIGITS_MAX:
         raise ValueError(f"an integer of {len(text)} digits")
     return int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is no JSON number that fits")
+    return value
 
 
 def _refuse_constant(text: str) -> None:
@@ -278,27 +288,28 @@ def field(
     name: str,
     kind: type[T],
     *,
-    of: str = "frame",
+    of: str = "",
     length_max: int | None = None,
     default: T | None = None,
 ) -> T:
     """Return `obj[name]`, of that type. True is no int.
 
     Raises RemoteProtocolError naming the field where it is missing (without a default), of another type or longer than
-    `length_max`; `of` says whose field it is.
+    `length_max`; `of` is the kind of the frame, for the message.
     """
+    place = f"the {of} frame" if of else "the frame"
     if name not in obj:
         if default is not None:
             return default
-        raise RemoteProtocolError(f"a {of} frame has no field {name!r}.", field=name)
+        raise RemoteProtocolError(f"{place} has no field {name!r}.", field=name)
     value = obj[name]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RemoteProtocolError(
-            f"field {name!r} of a {of} frame is {type(value).__name__}, not {kind.__name__}.", field=name
+            f"field {name!r} of {place} is {type(value).__name__}, not {kind.__name__}.", field=name
         )
     if length_max is not None and len(value) > length_max:  # type: ignore[arg-type]
         raise RemoteProtocolError(
-            f"field {name!r} of a {of} frame has length {len(value)}; the limit is {length_max}.",  # type: ignore[arg-type]
+            f"field {name!r} of {place} has length {len(value)}; the limit is {length_max}.",  # type: ignore[arg-type]
             field=name,
         )
     return value

@@ -215,9 +215,13 @@ def _refuse_device(obj: object, device: str) -> NoReturn:
     )
 
 
+_NO_COPY: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
+"""numpy before 2.1 has no such argument, and never copies."""
+
+
 def _from_dlpack(obj: Any) -> BufferView:
     try:
-        array = np.from_dlpack(obj, copy=False)
+        array = np.from_dlpack(obj, **_NO_COPY)
     except Exception as exc:  # whatever a foreign object raises, the answer is the same
         _refuse(obj, f"gives no CPU memory through DLPack ({exc})", "Pass it as a numpy array.", cause=exc)
     return _from_array(obj, array, "dlpack")

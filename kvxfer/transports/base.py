@@ -148,6 +148,11 @@ class Endpoint(ABC):
 
     transport: ClassVar[str]
 
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether it was closed, by us or because the peer is gone."""
+
     @abstractmethod
     def unreachable(self, region: RegionDescriptor) -> str | None:
         """Return why this endpoint cannot reach `region`, or None where it can. Cheap: called for each batch."""

@@ -133,23 +133,27 @@ class Loop:
                 now = time.monotonic()
                 if active:
                     spin_until = now + self._spin_s
-                while self._calls:
-                    call = self._calls.popleft()
-                    try:
-                        call()
-                    except Exception as error:
-                        self._log.error("loop.handler_failed", loop=self._name, handler=repr(call), error=repr(error))
+                self._run_calls()
                 while self._timers and self._timers[0][0] <= now:
                     handler = heapq.heappop(self._timers)[2]
                     try:
                         handler.timer(now)
                     except Exception as error:
                         self._drop(handler, error)
+            self._run_calls()  # what was asked for before the end: descriptors to close
         finally:
             with self._wake_lock:
                 self._wake_fd_open = False
                 self._selector.close()
                 os.close(self._wake_fd)
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:
+                self._log.error("loop.handler_failed", loop=self._name, handler=repr(call), error=repr(error))
 
     def _dispatch(self, handler: Handler, events: int) -> bool:
         try:

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["ShmEndpoint", "ShmTransport"]
 
 TOKEN_NBYTES = 32
-MAP_TIMEOUT_S = 2.0
-"""How long a peer on the same host may take to hand over a descriptor: its control thread answers in under 1 ms."""
+MAP_POLL_S = 0.002
+"""How long `poll` may wait for a peer on the same host to hand over a descriptor; it answers in under 1 ms."""
+MAP_TICK_S = 0.05
+"""How long who waits may be deaf to a cancel meanwhile."""
 
 
 class ShmTransport(Transport):
@@ -146,6 +148,10 @@ class ShmEndpoint(Endpoint):
         self._identity = ProcessIdentity(self._client.pid, address, bytes.fromhex(token), link.label)
         self._process_vm_refusal = self._try_process_vm()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
     def unreachable(self, region: RegionDescriptor) -> str | None:
         if self._process_vm_refusal is None or "file" in region.keys.get("shm", {}):
             return None
@@ -170,8 +176,12 @@ class ShmEndpoint(Endpoint):
 
     def progress(self, transfer: Transfer, until: float) -> None:
         try:
-            if transfer.work is None:
-                transfer.work = self._plan(transfer)
+            while transfer.work is None:
+                try:
+                    transfer.work = self._plan(transfer, until)
+                except TimeoutError:
+                    if transfer.stop is not None or time.monotonic() >= until:
+                        return
             work: _Work = transfer.work
             while work.jobs:
                 if self._closed is not None:
@@ -232,30 +242,32 @@ class ShmEndpoint(Endpoint):
             self._client.close()
             self._identity.close()
 
-    def _plan(self, transfer: Transfer) -> _Work:
-        """Split the rows by how their region is reached; map what is not mapped yet."""
+    def _plan(self, transfer: Transfer, until: float) -> _Work:
+        """Split the rows by how their region is reached; map what is not mapped yet. Raises TimeoutError where the peer
+        takes its time to hand a mapping over."""
         local, remote, nbytes = transfer.columns
         slices = np.arange(len(nbytes))
         work = _Work()
         if transfer.region_rows is None:
-            self._plan_region(work, transfer, transfer.regions[0], local, remote, nbytes, slices)
+            self._plan_region(work, transfer, until, transfer.regions[0], local, remote, nbytes, slices)
             return work
         for index, region in enumerate(transfer.regions):
             pick = slices[transfer.region_rows == index]
-            self._plan_region(work, transfer, region, local[pick], remote[pick], nbytes[pick], pick)
+            self._plan_region(work, transfer, until, region, local[pick], remote[pick], nbytes[pick], pick)
         return work
 
     def _plan_region(
         self,
         work: _Work,
         transfer: Transfer,
+        until: float,
         region: RegionDescriptor,
         local: AddressColumn,
         remote: AddressColumn,
         nbytes: AddressColumn,
         slices: AddressColumn,
     ) -> None:
-        mapping = self._map(region)
+        mapping = self._map(region, until)
         if mapping is None:
             work.jobs.append(
                 ProcessVmCopy(transfer.opcode, local, remote, nbytes, slices, self._identity, self._helpers)
@@ -266,7 +278,7 @@ class ShmEndpoint(Endpoint):
         pair = (there, local) if transfer.opcode is Opcode.WRITE else (local, there)
         work.jobs.append(MappedCopy(*pair, nbytes, slices))
 
-    def _map(self, region: RegionDescriptor) -> tuple[npt.NDArray[np.uint8], int] | None:
+    def _map(self, region: RegionDescriptor, until: float) -> tuple[npt.NDArray[np.uint8], int] | None:
         """Return the mapping of the region, and what to add to its addresses to reach them here; None where it cannot
         be mapped. Who uses the addresses holds the array: it is what keeps the mapping alive."""
         mapping = self._mappings.get(region.region_id)
@@ -279,21 +291,24 @@ class ShmEndpoint(Endpoint):
                     raise self._closed
                 mapping = self._mappings.get(region.region_id)
                 if mapping is None:
-                    array = self._hand_over(file_id, region)
+                    array = self._hand_over(file_id, region, until)
                     mapping = (array, int(array.ctypes.data) - region.address)
                     self._mappings[region.region_id] = mapping
         return mapping
 
-    def _hand_over(self, file_id: int, region: RegionDescriptor) -> npt.NDArray[np.uint8]:
+    def _hand_over(self, file_id: int, region: RegionDescriptor, until: float) -> npt.NDArray[np.uint8]:
+        now = time.monotonic()
+        deadline = min(max(until, now + MAP_POLL_S), now + MAP_TICK_S)
         try:
             array = self._client.map_file(
-                file_id, writable=bool(region.rights & Rights.REMOTE_WRITE), deadline=time.monotonic() + MAP_TIMEOUT_S
+                file_id, writable=bool(region.rights & Rights.REMOTE_WRITE), deadline=deadline
             )
+        except TimeoutError:
+            raise
         except OSError as exc:
             raise TransferError(
                 f"mapping {region} of {self._link.label} failed: {exc}.",
-                remedy="ENOMEM: raise the limit on address space (ulimit -v). EMFILE: raise the limit on open files. "
-                "A time-out: the peer is stopped or overloaded.",
+                remedy="ENOMEM: raise the limit on address space (ulimit -v). EMFILE: raise the limit on open files.",
                 peer=self._link.label,
                 errno=exc.errno,
             ) from exc

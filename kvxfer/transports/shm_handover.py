@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import PeerClosedError, RemoteProtocolError, TransportUnavailableError
+from kvxfer.log import get_logger
 from kvxfer.transports.loop import Loop
 
 __all__ = ["HandoverClient", "HandoverServer", "SharedFile"]
@@ -33,6 +34,7 @@ __all__ = ["HandoverClient", "HandoverServer", "SharedFile"]
 MESSAGE_NBYTES_MAX = 4096
 CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid (unix(7))
 SEAL_NEEDED = fcntl.F_SEAL_SHRINK
+ACCEPT_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,29 @@ class HandoverServer:
 
     def ready(self, events: int, now: float) -> bool:
         assert self._loop is not None
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             connection, _ = self._socket.accept()
-            connection.setblocking(False)
-            _, uid, _ = CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-            )
-            if uid != os.geteuid():
-                self._refuse(connection, f"it runs as user {uid}, this engine as user {os.geteuid()}")
-                return True
-            client = _Client(connection, self)
-            self._clients.add(client)
-            self._loop.add(client)
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return False
+        except OSError as exc:  # EMFILE, ENFILE, ENOMEM: try again later instead of spinning
+            get_logger(__name__).error("listener.accept_failed", error=exc.strerror, socket=self.name)
+            self._loop.remove(self)
+            self._loop.call_at(now + ACCEPT_PAUSE_S, self)
+            return True
+        connection.setblocking(False)
+        _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if uid != os.geteuid():
+            self._refuse(connection, f"it runs as user {uid}, this engine as user {os.geteuid()}")
+            return True
+        client = _Client(connection, self)
+        self._clients.add(client)
+        self._loop.add(client)
         return True
 
     def timer(self, now: float) -> None:
-        pass
+        """The pause after a failed accept is over."""
+        if self._loop is not None and self._socket.fileno() >= 0:
+            self._loop.add(self)
 
     def failed(self, error: BaseException) -> None:
         self.close()
@@ -100,11 +109,11 @@ class HandoverServer:
             return {"ok": True}, None
         file = self._find(file_id) if isinstance(file_id, int) else None
         if file is None:
-            return {"error": f"file {file_id!r} is not shared (any more)"}, None
+            return {"file": file_id, "error": f"file {file_id!r} is not shared (any more)"}, None
         try:
-            return {"ok": True, "offset": file.offset, "nbytes": file.nbytes}, file.reopen()
+            return {"file": file_id, "offset": file.offset, "nbytes": file.nbytes}, file.reopen()
         except OSError as exc:
-            return {"error": f"the descriptor cannot be opened: {exc.strerror}"}, None
+            return {"file": file_id, "error": f"the descriptor cannot be opened: {exc.strerror}"}, None
 
     def close(self) -> None:
         """Stop answering; in the loop's thread, or when there is no loop any more."""
@@ -168,6 +177,7 @@ class HandoverClient:
     def __init__(self, name: str, token: str, label: str, deadline: float) -> None:
         self._label = label
         self._token = token
+        self._open_question: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
@@ -192,7 +202,10 @@ class HandoverClient:
             raise
 
     def map_file(self, file_id: int, *, writable: bool, deadline: float) -> npt.NDArray[np.uint8]:
-        """Map a file of the peer: uint8, shape (nbytes of the region,). The mapping lives as long as the array."""
+        """Map a file of the peer: uint8, shape (nbytes of the region,). The mapping lives as long as the array.
+
+        Raises TimeoutError at the deadline; the same question may then be put again, and is not sent twice.
+        """
         answer, fds = self._ask(file_id, deadline)
         if len(fds) != 1:
             self._close_all(fds)
@@ -220,17 +233,25 @@ class HandoverClient:
     def _ask(self, file_id: int | None, deadline: float) -> tuple[dict[str, Any], list[int]]:
         request = {"token": self._token} if file_id is None else {"token": self._token, "file": file_id}
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        self._socket.send(json.dumps(request).encode())
-        data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
-        if not data:
-            self._close_all(fds)
-            raise PeerClosedError(f"{self._label} closed its shared-memory socket.", peer=self._label)
-        try:
-            answer = json.loads(data)
-            error = answer.get("error")
-        except (ValueError, AttributeError, RecursionError):
-            self._close_all(fds)
-            raise RemoteProtocolError(f"{self._label} answered {data!r:.100} on its shared-memory socket.") from None
+        if file_id is None or file_id != self._open_question:
+            self._socket.send(json.dumps(request).encode())
+            self._open_question = file_id
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
+            if not data:
+                self._close_all(fds)
+                raise PeerClosedError(f"{self._label} closed its shared-memory socket.", peer=self._label)
+            try:
+                answer = json.loads(data)
+                error = answer.get("error")
+            except (ValueError, AttributeError, RecursionError):
+                self._close_all(fds)
+                message = f"{self._label} answered {data!r:.100} on its shared-memory socket."
+                raise RemoteProtocolError(message) from None
+            if file_id is None or answer.get("file", file_id) == file_id:
+                break
+            self._close_all(fds)  # the late answer to a question that was given up
+        self._open_question = None
         if error is not None:
             self._close_all(fds)
             raise TransportUnavailableError(

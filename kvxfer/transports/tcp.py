@@ -25,7 +25,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, PeerClosedError, PeerUnreachableError, RemoteProtocolError
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
-from kvxfer.transports.base import Endpoint, PeerLink, Transfer, Transport
+from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport
 from kvxfer.transports.tcp_service import DataService, Gate
 from kvxfer.transports.tcp_wire import (
     COLUMN_DTYPE,
@@ -109,6 +109,10 @@ class TcpEndpoint(Endpoint):
         self._moving: dict[Transfer, _Stream] = {}
         self._closed: KvxferError | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
     def unreachable(self, region: RegionDescriptor) -> str | None:
         return None
 
@@ -127,8 +131,8 @@ class TcpEndpoint(Endpoint):
                 work = transfer.work = _Work(transfer, stream)
             if self._closed is not None:
                 raise self._closed
-            refusal = work.stream.move(transfer, work, until)
-            if refusal is not None or work.is_done:
+            refusal = None if work.is_done else work.stream.move(transfer, work, until)
+            if refusal is not None or (work.is_done and self._announce(transfer, work, until)):
                 self._give_back(transfer, work.stream)
                 transfer.finish(refusal)
         except KvxferError as error:
@@ -142,9 +146,26 @@ class TcpEndpoint(Endpoint):
         return work.stream.fileno(), select.POLLIN if work.request.is_done else select.POLLOUT
 
     def abort(self, transfer: Transfer, deadline: float) -> None:
+        if transfer.work is not None and transfer.work.delivery is not None:
+            transfer.work.delivery.abandon()
         stream = self._drop(transfer)
         if stream is not None and transfer.opcode is Opcode.WRITE:
             self._link.hang_up(stream.number, min(deadline, time.monotonic() + HANG_UP_TIMEOUT_S))
+
+    def _announce(self, transfer: Transfer, work: _Work, until: float) -> bool:
+        """Whether the peer has the notification.
+
+        Only this side knows when the bytes of a READ are in place, so that one goes by the control connection after
+        them; a WRITE carries its own.
+        """
+        if transfer.notify is None or transfer.opcode is Opcode.WRITE:
+            return True
+        if work.delivery is None:
+            work.delivery = self._link.deliver(transfer.notify)
+        while not work.delivery.wait(min(TICK_S, max(0.0, until - time.monotonic()))):
+            if transfer.stop is not None or time.monotonic() >= until:
+                return False
+        return True
 
     def reap(self, now: float) -> None:
         with self._changed:
@@ -247,6 +268,7 @@ class _Work:
         self.stream = stream
         self._next = 0
         self.is_done = False
+        self.delivery: Delivery | None = None
         self.begin(transfer)
 
     def begin(self, transfer: Transfer) -> None:
@@ -265,7 +287,7 @@ class _Work:
         """The short way, without numpy: it decides the latency of small batches."""
         self.is_last = True
         self.payload_nbytes = nbytes
-        head = self._pack(transfer, 1, remote, nbytes, transfer.notify)
+        head = self._pack(transfer, 1, remote, nbytes, self._carried(transfer))
         request, payload = self.stream.short_cursors
         if transfer.opcode is Opcode.WRITE:
             request.reset(head, len(self._header), local, nbytes)
@@ -282,7 +304,7 @@ class _Work:
         self.is_last = stop == len(columns[0])
         local, remote, nbytes = (column[first:stop] for column in columns)
         self.payload_nbytes = total = int(nbytes.sum())
-        notify = transfer.notify if self.is_last else None
+        notify = self._carried(transfer) if self.is_last else None
         if stop - first == 1:
             head = self._pack(transfer, 1, int(remote[0]), total, notify)
         else:
@@ -294,6 +316,11 @@ class _Work:
             self.request = self.stream.short_cursors[0]
             self.request.reset(head, len(self._header))
             self.payload = IovecCursor(local, nbytes)
+
+    @staticmethod
+    def _carried(transfer: Transfer) -> bytes | None:
+        """The notification that the request itself takes along."""
+        return transfer.notify if transfer.opcode is Opcode.WRITE else None
 
     def _pack(
         self, transfer: Transfer, row_count: int, remote: int, nbytes: int, notify: bytes | None, rows: bytes = b""

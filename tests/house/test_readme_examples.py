@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from kvxfer.config import EngineConfig
-
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(?P<marker><!-- no-run -->\s*\n)?^```python[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -64,14 +62,6 @@ def test_example_runs(example: Example, tmp_path: Path) -> None:
 
     assert done.returncode == 0, f"README.md:{example.line}\n{done.stdout}{done.stderr}"
     assert "Exception ignored" not in done.stderr, done.stderr
-
-
-@pytest.mark.skipif(
-    not README.exists() or "| setting | default |" not in README.read_text(),
-    reason="README.md has no table of settings",
-)
-def test_settings_of_the_readme_are_those_of_the_code() -> None:
-    assert EngineConfig.settings_table() in README.read_text(), "paste what EngineConfig.settings_table() returns"
 
 
 def test_blocks_are_found_with_their_line_and_marker() -> None:

@@ -262,6 +262,20 @@ class TwoPeers:
                 return
         raise AssertionError("the two never stop talking")
 
+    def bring_to(self, index: int, state: State) -> Side:
+        """Step until that side is in that state; its owner has not yet acted."""
+        side = self.sides[index]
+        for _ in range(40):
+            for one in (0, 1):
+                if side.state is state:
+                    return side
+                self.deliver(one)
+                if side.state is state:
+                    return side
+                if self.sides[one].duties:
+                    self.act(one)
+        raise AssertionError(f"side {index} never came to {state}")
+
     def step(self) -> bool:
         """Deliver one frame to each side and do one duty of each; whether there was anything to do."""
         busy = False
@@ -295,7 +309,7 @@ def _echo(piece: bytes) -> str:
 
 
 def expected_proof(key: bytes, sender: Setup, receiver: Setup) -> str:
-    """The proof as docs/protocol says, written a second time."""
+    """The proof as `bodies.prove` describes it, written a second time."""
     text = b"kvxfer auth v1"
     for setup in (sender, receiver):
         generation = setup.generation.encode()

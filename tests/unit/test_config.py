@@ -37,13 +37,6 @@ def test_every_row_has_unit_meaning_and_source() -> None:
         assert row.variable == f"KVXFER_{row.name.upper()}"
 
 
-def test_table_has_one_line_per_setting() -> None:
-    lines = EngineConfig.settings_table().splitlines()
-
-    assert len(lines) == len(ROWS) + 2
-    assert {line.count("|") for line in lines} == {7}
-
-
 def test_argument_beats_environment_beats_default() -> None:
     environment = {"KVXFER_PORT": "1234", "KVXFER_HOST": "192.0.2.1"}
 

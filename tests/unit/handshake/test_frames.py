@@ -124,6 +124,7 @@ def test_whoever_feeds_without_reading_is_told() -> None:
         (b"{'a': 1}", "is not JSON"),
         (b'{"a": NaN}', "no JSON number"),
         (b'{"a": -Infinity}', "no JSON number"),
+        (b'{"a": 1e999}', "1e999 is no JSON number that fits"),
         (b'{"a": ' + b"9" * 50 + b"}", "an integer of 50 digits"),
         (b"[1]", "a JSON list, not an object"),
         (b"null", "a JSON NoneType, not an object"),
@@ -160,11 +161,11 @@ def test_a_field_has_the_type_that_is_asked_for() -> None:
 
     assert field(obj, "port", int) == 7
     assert field(obj, "absent", str, default="d") == "d"
-    with pytest.raises(RemoteProtocolError, match="a HELLO frame has no field 'absent'"):
+    with pytest.raises(RemoteProtocolError, match="the HELLO frame has no field 'absent'"):
         field(obj, "absent", int, of="HELLO")
-    with pytest.raises(RemoteProtocolError, match="field 'flag' of a HELLO frame is bool, not int"):
+    with pytest.raises(RemoteProtocolError, match="field 'flag' of the HELLO frame is bool, not int"):
         field(obj, "flag", int, of="HELLO")
-    with pytest.raises(RemoteProtocolError, match="field 'null' of a frame frame is NoneType, not str"):
+    with pytest.raises(RemoteProtocolError, match="field 'null' of the frame is NoneType, not str"):
         field(obj, "null", str, default="d")
     with pytest.raises(RemoteProtocolError, match=r"'name' .* has length 10; the limit is 9"):
         field(obj, "name", str, length_max=9)

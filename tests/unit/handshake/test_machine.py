@@ -182,26 +182,26 @@ def test_b107_a_second_failure_changes_nothing() -> None:
 
 WRONG_HELLOS: list[tuple[dict[str, Any], type[KvxferError], str]] = [
     ({"versions": [99, 99]}, PeerRefusedError, "'engine-bb' speaks protocol versions 99 to 99, this side 1 to 1"),
-    ({"versions": [2, 1]}, RemoteProtocolError, r"field 'versions' of a HELLO frame is \[2, 1\]"),
-    ({"versions": "1"}, RemoteProtocolError, "field 'versions' of a HELLO frame is str, not list"),
+    ({"versions": [2, 1]}, RemoteProtocolError, r"field 'versions' of the HELLO frame is \[2, 1\]"),
+    ({"versions": "1"}, RemoteProtocolError, "field 'versions' of the HELLO frame is str, not list"),
     ({"versions": [True, 1]}, RemoteProtocolError, "field 'versions'"),
     ({"versions": [1]}, RemoteProtocolError, "field 'versions'"),
     ({"versions": [-1, 1 << 70]}, RemoteProtocolError, "field 'versions'"),
-    ({"generation": 7}, RemoteProtocolError, "field 'generation' of a HELLO frame is int, not str"),
+    ({"generation": 7}, RemoteProtocolError, "field 'generation' of the HELLO frame is int, not str"),
     ({"generation": ""}, RemoteProtocolError, "field 'generation'"),
     (
         {"generation": "BB"},
         RemoteProtocolError,
-        "field 'generation' of a HELLO frame is 'BB', not 1 or more lower-case",
+        "field 'generation' of the HELLO frame is 'BB', not 1 or more lower-case",
     ),
-    ({"generation": "a" * 65}, RemoteProtocolError, "'generation' of a HELLO frame has length 65; the limit is 64"),
+    ({"generation": "a" * 65}, RemoteProtocolError, "'generation' of the HELLO frame has length 65; the limit is 64"),
     ({"nonce": "abc"}, RemoteProtocolError, "field 'nonce'"),
-    ({"nonce": ["b"]}, RemoteProtocolError, "field 'nonce' of a HELLO frame is list, not str"),
-    ({"name": None}, RemoteProtocolError, "field 'name' of a HELLO frame is NoneType, not str"),
-    ({"auth": 1}, RemoteProtocolError, "field 'auth' of a HELLO frame is int, not bool"),
-    ({"role": "king"}, RemoteProtocolError, "field 'role' of a HELLO frame is 'king'"),
-    ({"transports": {"tcp": 1}}, RemoteProtocolError, "field 'transports' of a HELLO frame is dict, not list"),
-    ({"transports": ["tcp", 3]}, RemoteProtocolError, "field 'transports' of a HELLO frame is not a list of names"),
+    ({"nonce": ["b"]}, RemoteProtocolError, "field 'nonce' of the HELLO frame is list, not str"),
+    ({"name": None}, RemoteProtocolError, "field 'name' of the HELLO frame is NoneType, not str"),
+    ({"auth": 1}, RemoteProtocolError, "field 'auth' of the HELLO frame is int, not bool"),
+    ({"role": "king"}, RemoteProtocolError, "field 'role' of the HELLO frame is 'king'"),
+    ({"transports": {"tcp": 1}}, RemoteProtocolError, "field 'transports' of the HELLO frame is dict, not list"),
+    ({"transports": ["tcp", 3]}, RemoteProtocolError, "field 'transports' of the HELLO frame is not a list of names"),
 ]
 
 
@@ -226,7 +226,7 @@ def test_b108_an_incompatible_hello_is_an_error_of_that_peer(
 def test_b108_a_missing_field_is_named(missing: str) -> None:
     hello = {name: value for name, value in HELLO.items() if name != missing}
 
-    with pytest.raises(RemoteProtocolError, match=f"a HELLO frame has no field '{missing}'"):
+    with pytest.raises(RemoteProtocolError, match=f"the HELLO frame has no field '{missing}'"):
         raise error_after(encode_json(FrameKind.HELLO, hello))
 
 
@@ -241,10 +241,7 @@ def test_b108_unknown_fields_are_ignored() -> None:
 
 def test_b111_the_reason_of_the_passive_side_arrives_in_its_words() -> None:
     peers = TwoPeers((A, B))
-    for _ in range(20):
-        peers.step()
-        if peers.sides[1].state is State.OWN_ANSWER:
-            break
+    peers.bring_to(1, State.OWN_ANSWER)
     reason = VerbsError(
         "ibv_modify_qp to RTR on mlx5_0 port 1 failed: EINVAL.",
         remedy="Check the GID index.",
@@ -253,7 +250,6 @@ def test_b111_the_reason_of_the_passive_side_arrives_in_its_words() -> None:
         device="mlx5_0",
         step="RTR",
     )
-    peers.sides[1].duties.clear()
     peers.sides[1].machine.fail(reason)
     peers.flush()
     peers.settle()
@@ -515,6 +511,40 @@ def test_only_what_was_offered_can_be_chosen() -> None:
     assert machine.state is State.WAIT_ANSWER
 
 
+def test_only_the_chosen_transport_can_be_answered() -> None:
+    peers = TwoPeers((A, B))
+    peers.bring_to(1, State.OWN_ANSWER)
+
+    with pytest.raises(LocalProtocolError, match=r"local_ready\('shm'\) was called; the peer has chosen 'tcp'"):
+        peers.sides[1].machine.local_ready("shm")
+    peers.settle()
+
+    assert [side.state for side in peers.sides] == [State.ESTABLISHED] * 2
+
+
+@pytest.mark.parametrize(
+    ("passed_over", "words"),
+    [
+        (["shm"], "field 'passed_over' of the READY frame is list, not dict"),
+        ({"shm": 3}, "field 'passed_over' of the READY frame is not names with reasons"),
+        ({str(n): "no" for n in range(65)}, "field 'passed_over' of the READY frame has length 65"),
+    ],
+    ids=["list", "number", "many"],
+)
+def test_reasons_that_are_none_are_refused(passed_over: Any, words: str) -> None:
+    responder = alone(B)
+    hello = {**HELLO, "generation": "aa", "nonce": A.nonce.hex(), "role": "initiator"}
+    responder.receive_data(MAGIC + encode_json(FrameKind.HELLO, hello), 1.0)
+    responder.offer({})
+    responder.receive_data(frame_of(FrameKind.CARD, sender=A, receiver=B, card={}), 1.0)
+    ready = frame_of(FrameKind.READY, sender=A, receiver=B, transport="tcp", passed_over=passed_over)
+
+    responder.receive_data(ready, 1.0)
+
+    with pytest.raises(RemoteProtocolError, match=words):
+        raise events_of(responder)[-1].error
+
+
 def test_a_peer_must_choose_what_we_offered_and_answer_what_was_chosen() -> None:
     responder = alone(B)
     hello = {**HELLO, "generation": "aa", "nonce": A.nonce.hex(), "role": "initiator"}
@@ -553,7 +583,7 @@ def test_an_early_frame_that_is_wrong_fails_the_handshake_and_not_the_caller() -
 
     machine.offer({})
 
-    with pytest.raises(RemoteProtocolError, match="field 'card' of a CARD frame is list, not dict"):
+    with pytest.raises(RemoteProtocolError, match="field 'card' of the CARD frame is list, not dict"):
         raise events_of(machine)[-1].error
 
 
