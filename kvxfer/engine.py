@@ -74,6 +74,7 @@ class TransferEngine:
         self._log = get_logger(__name__)
         self.loop = Loop("kvxfer-control")
         self.service = PeerService(config, self.generation, self._table, self.loop)
+        self._reaper = _Reaper(self.loop, config.tcp_idle_timeout_s / 2, self._reap)
         self._transports, self._refusals = self.service.transports, self.service.refusals
         try:
             self._listener = Listener(config, self.loop, self.service)
@@ -255,6 +256,7 @@ class TransferEngine:
                 del self._opening[key]
                 if opening.segment is not None:
                     self._segments[key] = opening.segment
+            self._reaper.start()
             opening.is_over.set()
         return opening.result()
 
@@ -384,6 +386,14 @@ class TransferEngine:
         """Whether these transports are nobody's explicit choice, so that passing one over is not worth a warning."""
         return transports == EngineConfig().transports
 
+    def _reap(self, now: float) -> bool:
+        """Close what is idle; whether there are segments at all."""
+        with self._lock:
+            segments = list(self._segments.values())
+        for segment in segments:
+            segment.reap(now)
+        return bool(segments)
+
     def forget_segment(self, segment: Segment) -> None:
         """A segment is closed or void."""
         with self._lock:
@@ -512,6 +522,40 @@ def _check_notify(notify: bytes, nbytes_max: int) -> None:
             remedy="Send large data as rows of the batch, or raise notify_nbytes_max on both sides.",
             nbytes=len(notify),
         )
+
+
+class _Reaper:
+    """Calls `reap` each `interval_s` in the loop's thread, from `start` until it says that there is nothing to watch."""
+
+    def __init__(self, loop: Loop, interval_s: float, reap: Callable[[float], bool]) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._reap = reap
+        self._running = False
+
+    def start(self) -> None:
+        """Begin, unless it runs; from any thread."""
+        self._loop.call_soon(self._start)
+
+    def _start(self) -> None:
+        if not self._running:
+            self._running = True
+            self._loop.call_at(time.monotonic() + self._interval_s, self)
+
+    def timer(self, now: float) -> None:
+        """Handler of the loop; it has no descriptor."""
+        self._running = False
+        if self._reap(now):
+            self._start()
+
+    def fileno(self) -> int:
+        return -1
+
+    def ready(self, events: int, now: float) -> bool:
+        return False
+
+    def failed(self, error: BaseException) -> None:
+        """The loop has logged it."""
 
 
 class _Opening:

@@ -238,6 +238,11 @@ class Segment:
             **{name: value for name, value in exc.values.items() if name != "peer"},
         )
 
+    def reap(self, now: float) -> None:
+        """Close connections that have been idle for too long."""
+        for endpoint in self._endpoints:
+            endpoint.reap(now)
+
     # SessionOwner.
 
     def card_for_peer(self, session: Session) -> dict[str, Any]:
@@ -263,7 +268,8 @@ class Segment:
                 if name not in offers:
                     reasons[name] = _not_offered(name, card)
                     continue
-                opened.append(old.pop(name, None) or transport.open_endpoint(offers[name], link, deadline))
+                kept = old.pop(name, None)
+                opened.append(transport.open_endpoint(offers[name], link, deadline) if kept is None else kept)
             except KvxferError as error:
                 reasons[name] = error.message
                 remedies.append(error.remedy)

@@ -209,7 +209,7 @@ class PeerService:
         if isinstance(error, PeerUnreachableError) and isinstance(tcp, TcpTransport):
             tcp.service.drop_peer(session.generation)  # dead, not only disconnected: streams outlive their session
         event = "peer.disconnected" if session.established is not None else "peer.refused"
-        self._log.info(event, peer=session.label, error=str(error))
+        self._log.info(event, peer=self._peer_address(session), label=session.label, reason=error.message)
 
     # Gate: requests over tcp.
 

@@ -181,6 +181,10 @@ class Session:
             self._machine.handle_timer(now)
             self._handle_events()
         else:
+            self._receive()  # the loop may have slept through the arrival: this process was stopped
+            self._handle_events()
+            if self.error is not None:
+                return
             what = self._keepalive.poll(now)
             if what == "ping":
                 self.send(FrameKind.PING, b"")

@@ -39,6 +39,7 @@ from tests.support.fault_peer import (
     Counts,
     FakePeer,
     RawClient,
+    count,
     data_connections,
     host_port,
     is_closed_by_peer,
@@ -81,7 +82,7 @@ class _Caller:
 @pytest.mark.slow
 def test_1000_connections_of_which_100_are_bad_are_answered_in_5_s() -> None:
     with Peer(transports=("tcp",), handshake_timeout_s=6.0) as server, contextlib.ExitStack() as stack:
-        before = Counts.of(server.pid)
+        before = count(server)
         silent = [stack.enter_context(socket.create_connection(host_port(server.address))) for _ in range(50)]
         halves = [stack.enter_context(socket.create_connection(host_port(server.address))) for _ in range(50)]
         for index, half in enumerate(halves):
@@ -104,7 +105,7 @@ def test_1000_connections_of_which_100_are_bad_are_answered_in_5_s() -> None:
         assert len(server.run("result = list(engine.service._sessions)")) == 900
         stack.close()
         wait_until(lambda: sessions(server) == 0)
-        wait_not_grown(server.pid, before)
+        wait_not_grown(server, before)
 
 
 def test_silent_and_half_said_connections_are_dropped_after_the_handshake_timeout() -> None:

@@ -1,6 +1,6 @@
 """One side is killed (SIGKILL) at any moment of a transfer; the other loses nothing and works on with the next process.
 
-The moments are random; `KVXFER_FAULT_SEED`-free: the seed is the name of the round, so a failure names its round.
+The moments are random; the seed is the medium and the number of the round, which a failure names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from kvxfer import TransferEngine
 from kvxfer.errors import KvxferError, PeerError, PeerUnreachableError, TransferError
-from tests.support.fault_peer import Counts, RawClient, data_connections, sessions, wait_not_grown, write_request
+from tests.support.fault_peer import Counts, RawClient, count, data_connections, sessions, wait_not_grown, write_request
 from tests.support.peer import Peer, pattern, wait_until
 
 NBYTES = 1 << 20
@@ -50,7 +50,7 @@ def kill_serving_side(medium: str, rounds: int) -> None:
     transport = medium.partition("-")[0]
     with TransferEngine(transports=(transport,)) as engine:
         here = engine.allocate(NBYTES) if medium == "shm" else engine.register(np.zeros(NBYTES, np.uint8))
-        before = Counts.of(os.getpid())
+        before = count()
         for number in range(rounds):
             rng = random.Random(f"{medium} {number}")
             with Peer(port=port, transports=(transport,)) as peer:
@@ -73,9 +73,8 @@ def kill_serving_side(medium: str, rounds: int) -> None:
                 killer.join()
             del segment, batch
             if number == WARM_ROUNDS - 1:
-                wait_until(lambda: engine._segments == {} or True)
-                before = Counts.of(os.getpid())
-        wait_not_grown(os.getpid(), before)
+                before = count()
+        wait_not_grown(None, before)
         engine.unregister(here)
 
 
@@ -97,7 +96,7 @@ def kill_asking_side(medium: str, rounds: int) -> None:
     """Each round: a new client process transfers to and fro without end and is killed; its traces must go."""
     transport = medium.partition("-")[0]
     with Peer(transports=(transport,)) as server:
-        before = Counts.of(server.pid)
+        before = count(server)
         for number in range(rounds):
             rng = random.Random(f"{medium} {number}")
             there = server.allocate(NBYTES) if medium == "shm" else server.register(NBYTES)
@@ -114,8 +113,8 @@ def kill_asking_side(medium: str, rounds: int) -> None:
             if transport == "tcp":
                 wait_until(lambda: data_connections(server) == 0)
             if number == WARM_ROUNDS - 1:
-                before = Counts.of(server.pid)
-        wait_not_grown(server.pid, before)
+                before = count(server)
+        wait_not_grown(server, before)
 
 
 @pytest.mark.slow
