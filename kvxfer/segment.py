@@ -246,6 +246,7 @@ class Segment:
     # SessionOwner.
 
     def card_for_peer(self, session: Session) -> dict[str, Any]:
+        """For the session: what the peer is told of this engine."""
         return self._engine.service.card_for_peer(session)
 
     def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
@@ -293,6 +294,7 @@ class Segment:
         """Only the opened side is told: the opening one knows from its call."""
 
     def frame_received(self, session: Session, frame: Frame) -> None:
+        """For the session: the peer takes regions back."""
         if frame.kind is FrameKind.REVOKE:
             number, body = split_number(frame)
             ids = body.get("ids")
@@ -302,6 +304,7 @@ class Segment:
             self._revoke(set(ids), lambda: _answer(session, FrameKind.REVOKED, answer))
 
     def session_ended(self, session: Session, error: KvxferError) -> None:
+        """For the session: it is over; what depends on it alone fails now."""
         if session is not self._session:
             return
         get_logger(__name__).info("segment.disconnected", peer=self.address, error=str(error))

@@ -196,6 +196,7 @@ def feed_and_check(index: int, state: State, pieces: list[bytes]) -> tuple[list[
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the night profile takes minutes
 @pytest.mark.parametrize(
     ("index", "state"), PLACES, ids=lambda value: value.name if isinstance(value, State) else str(value)
 )
