@@ -291,11 +291,11 @@ def dial_data(
     try:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         connection.sendall(MAGIC + encode_json(FrameKind.ATTACH, {"token": token, "target": generation}))
-        data = _read(connection, FIRST_NBYTES, label)
-        decoder = FrameDecoder()
+        data = _read(connection, FIRST_NBYTES, label, deadline)
+        decoder = FrameDecoder(kinds={FrameKind.ATTACHED, FrameKind.ERROR})
         decoder.feed(data)
         decoder.next_frame()  # checks magic, kind and length
-        decoder.feed(_read(connection, int.from_bytes(data[len(MAGIC) : KIND_AT], "big"), label))
+        decoder.feed(_read(connection, int.from_bytes(data[len(MAGIC) : KIND_AT], "big"), label, deadline))
         frame = decoder.next_frame()
         assert frame is not None
         fields = decode_json(frame)
@@ -324,10 +324,11 @@ def dial_data(
         raise
 
 
-def _read(connection: socket.socket, nbytes: int, label: str) -> bytes:
+def _read(connection: socket.socket, nbytes: int, label: str, deadline: float) -> bytes:
     """Read exactly so many bytes: what follows in the stream is not ours."""
     data = b""
     while len(data) < nbytes:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))  # for all of it: a peer may send byte by byte
         part = connection.recv(nbytes - len(data))
         if not part:
             raise PeerClosedError(f"{label} closed a new data connection.", peer=label)

@@ -269,6 +269,8 @@ class Segment:
                 if name not in offers:
                     reasons[name] = _not_offered(name, card)
                     continue
+                if not isinstance(offers[name], dict):
+                    raise RemoteProtocolError(f"{self.address} describes {name} as {str(offers[name])[:80]}.")
                 kept = old.pop(name, None)
                 opened.append(transport.open_endpoint(offers[name], link, deadline) if kept is None else kept)
             except KvxferError as error:

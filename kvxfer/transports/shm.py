@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import secrets
 import threading
 import time
@@ -137,7 +138,7 @@ class ShmEndpoint(Endpoint):
         self, card: Mapping[str, Any], link: PeerLink, deadline: float, helpers: ThreadPoolExecutor | None
     ) -> None:
         name, token, address = card.get("socket"), card.get("token"), card.get("token_address")
-        if not (isinstance(name, str) and isinstance(token, str) and isinstance(address, int)):
+        if not (isinstance(name, str) and _is_token(token) and isinstance(address, int) and 0 <= address < 2**63):
             raise TransportUnavailableError(f"{link.label} sent no usable shm card.", peer=link.label)
         self._link = link
         self._helpers = helpers
@@ -332,6 +333,10 @@ class ShmEndpoint(Endpoint):
         if failure == errno.ESRCH:
             return f"process {self._client.pid} as seen from here is another process (pid namespaces differ)"
         return f"process_vm_readv of process {self._client.pid} fails: {os.strerror(failure)}"
+
+
+def _is_token(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_NBYTES}}}", text) is not None
 
 
 class _Work:

@@ -180,8 +180,7 @@ class HandoverClient:
         self._open_question: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            self._socket.connect("\0" + name)
+            self._connect("\0" + name, deadline)
             self.pid, self.uid, _ = CREDENTIALS.unpack(
                 self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             )
@@ -200,6 +199,18 @@ class HandoverClient:
         except BaseException:
             self._socket.close()
             raise
+
+    def _connect(self, name: str, deadline: float) -> None:
+        """Connect; where the peer's backlog is full, which EAGAIN says at once (unix(7)), try again until `deadline`."""
+        while True:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                self._socket.connect(name)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.002)
 
     def map_file(self, file_id: int, *, writable: bool, deadline: float) -> npt.NDArray[np.uint8]:
         """Map a file of the peer: uint8, shape (nbytes of the region,). The mapping lives as long as the array.

@@ -107,6 +107,7 @@ class TcpEndpoint(Endpoint):
         self._idle: list[_Stream] = []
         self._count = 0
         self._moving: dict[Transfer, _Stream] = {}
+        self._dials: dict[Transfer, _Dial] = {}
         self._closed: KvxferError | None = None
 
     @property
@@ -197,11 +198,10 @@ class TcpEndpoint(Endpoint):
                 if self._closed is not None:
                     raise self._closed
                 stream = self._idle.pop() if self._idle else None
-                if stream is None and self._count < self._config.tcp_streams_max:
-                    self._count += 1
-                    break
                 if stream is not None:
                     self._moving[transfer] = stream
+                else:
+                    self._dial_for(transfer)
             if stream is not None:
                 if stream.is_healthy():
                     return stream
@@ -210,20 +210,43 @@ class TcpEndpoint(Endpoint):
             if transfer.stop is not None or time.monotonic() >= until:
                 return None
             self._help(until)
+
+    def _dial_for(self, transfer: Transfer) -> None:
+        """Have a stream made, if there may be one more; raises why the one that was asked for could not be made. The
+        caller holds `_changed`."""
+        dial = self._dials.get(transfer)
+        if dial is not None and dial.error is not None:
+            del self._dials[transfer]
+            raise dial.error
+        if (dial is None or dial.is_over) and self._count < self._config.tcp_streams_max:
+            self._count += 1
+            dial = self._dials[transfer] = _Dial()
+            # A thread, because the peer may be stopped: who waits must see its deadline, a cancel, Ctrl-C meanwhile.
+            threading.Thread(target=self._dial, args=(dial,), name="kvxfer-dial", daemon=True).start()
+
+    def _dial(self, dial: _Dial) -> None:
+        stream: _Stream | None = None
+        error: KvxferError | None = None
         try:
-            deadline = min(time.monotonic() + self._config.connect_timeout_s, transfer.deadline)
+            deadline = time.monotonic() + self._config.connect_timeout_s
             stream = _Stream(*self._link.dial(deadline), self._link.label, self._config)
-        except BaseException:
-            with self._changed:
-                self._count -= 1
-                self._changed.notify()
-            raise
+        except KvxferError as exc:
+            error = exc
+        except Exception as exc:
+            error = PeerUnreachableError(f"no data connection to {self._link.label}: {exc!r}.", peer=self._link.label)
         with self._changed:
-            self._moving[transfer] = stream
-        return stream
+            dial.error, dial.is_over = error, True
+            if stream is not None and self._closed is None:
+                self._idle.append(stream)
+                stream = None
+            else:
+                self._count -= 1
+            self._changed.notify_all()
+        if stream is not None:
+            stream.close()
 
     def _help(self, until: float) -> None:
-        """All streams are taken. Their batches may have nobody who moves them: move those, or wait for a stream."""
+        """No stream is free. The batches that have one may have nobody who moves them: move those, or wait."""
         with self._changed:
             others = list(self._moving)
         for other in others:
@@ -235,12 +258,13 @@ class TcpEndpoint(Endpoint):
                     other.lock.release()
                 return
         with self._changed:
-            if not self._idle and self._count >= self._config.tcp_streams_max:
+            if not self._idle and (self._dials or self._count >= self._config.tcp_streams_max):
                 self._changed.wait(min(TICK_S, max(0.0, until - time.monotonic())))
 
     def _give_back(self, transfer: Transfer, stream: _Stream) -> None:
         stream.used_at = time.monotonic()
         with self._changed:
+            self._dials.pop(transfer, None)
             self._moving.pop(transfer, None)
             if self._closed is None:
                 self._idle.append(stream)
@@ -252,6 +276,7 @@ class TcpEndpoint(Endpoint):
     def _drop(self, transfer: Transfer) -> _Stream | None:
         """Reset the transfer's stream, if it has one."""
         with self._changed:
+            self._dials.pop(transfer, None)
             stream = self._moving.pop(transfer, None)
             if stream is not None:
                 self._count -= 1
@@ -259,6 +284,16 @@ class TcpEndpoint(Endpoint):
         if stream is not None:
             stream.reset()
         return stream
+
+
+class _Dial:
+    """One stream in the making."""
+
+    __slots__ = ("error", "is_over")
+
+    def __init__(self) -> None:
+        self.error: KvxferError | None = None
+        self.is_over = False
 
 
 class _Work:

@@ -12,7 +12,6 @@ import errno
 import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -41,11 +40,7 @@ __all__ = ["DataService", "Gate"]
 
 WINDOW_NBYTES = 4 << 20
 """How much one connection may move before the thread looks at the others: about 1 ms."""
-TICK_S = 0.004
-"""How long sending payload may block: a blocking send to a peer that keeps up is 1.5 times as fast as one that waits in
-the selector between two fillings of the socket buffer. A peer that does not keep up is sent to without blocking."""
 DISCARD_NBYTES = 1 << 16
-_TICK = struct.pack("ll", 0, int(TICK_S * 1e6))
 
 
 class Gate(Protocol):
@@ -162,8 +157,7 @@ class _DataConnection:
         service: DataService,
         notify_nbytes_max: int,
     ) -> None:
-        connection.setblocking(True)  # every call but the sending of payload says MSG_DONTWAIT
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
+        connection.setblocking(False)
         self._socket = connection
         self._fd = connection.fileno()
         self._number = number
@@ -180,7 +174,7 @@ class _DataConnection:
         self._scratch: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._release: Callable[[], None] | None = None
         self._closed = False
-        self._may_block = False
+        self._turn_nbytes = 0
         self._watching = READABLE
         self._await_request()
 
@@ -189,6 +183,7 @@ class _DataConnection:
 
     def ready(self, events: int, now: float) -> bool:
         del events, now
+        self._turn_nbytes = WINDOW_NBYTES
         try:
             while self._step():
                 pass
@@ -231,11 +226,7 @@ class _DataConnection:
             return False
         pointer, count = self._cursor.window(WINDOW_NBYTES)
         if self._is_sending:
-            moved = self._messenger.send(self._fd, pointer, count, 0 if self._may_block else MSG_DONTWAIT)
-            # Less than it could have been: it has waited the whole tick for a peer that reads slowly.
-            self._may_block = self._may_block and moved >= min(
-                WINDOW_NBYTES, self._cursor.nbytes_total - self._cursor.nbytes_done
-            )
+            moved = self._messenger.send(self._fd, pointer, count, MSG_DONTWAIT)
         else:
             moved = self._messenger.receive(self._fd, pointer, count, MSG_DONTWAIT)
         if moved <= 0:
@@ -246,6 +237,9 @@ class _DataConnection:
             return False
         self._cursor.advance(moved)
         if not self._cursor.is_done:
+            self._turn_nbytes -= moved
+            if self._turn_nbytes > 0:
+                return True  # another call costs less than a round of the selector
             self._watch(WRITABLE if self._is_sending else READABLE)
             return False  # the selector calls again if there is more: others have their turn
         self._then()
@@ -306,7 +300,6 @@ class _DataConnection:
             self._receive(cursor, self._on_written)
             return
         head = self._keep(Response(OK, request.number, request.payload_nbytes).pack())
-        self._may_block = request.payload_nbytes > WINDOW_NBYTES
         if self._columns is None:
             self._row_cursor.reset(head, RESPONSE_NBYTES, request.address, request.nbytes)
         else:

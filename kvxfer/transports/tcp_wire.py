@@ -121,7 +121,7 @@ def unpack_refusal(data: bytes, peer: str) -> KvxferError:
         fields = json.loads(data)
         code, message, remedy = (_clean(fields[name]) for name in ("code", "message", "remedy"))
         rows = tuple(int(row) for row in fields.get("rows", ()))[:100]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return RemoteProtocolError(f"{peer} refused a batch with {data!r:.100}.", peer=peer)
     kind = RemoteAccessError if code in ("NotRegisteredError", "AccessDeniedError") else TransferError
     return kind(f"{peer} refused the batch: {message}", remedy=remedy, peer=peer, code=code, rows=rows)
