@@ -525,7 +525,7 @@ def _check_notify(notify: bytes, nbytes_max: int) -> None:
 
 
 class _Reaper:
-    """Calls `reap` each `interval_s` in the loop's thread, from `start` until it says that there is nothing to watch."""
+    """Calls `reap` each `interval_s` in the loop's thread, from `start` until it says that nothing is left to watch."""
 
     def __init__(self, loop: Loop, interval_s: float, reap: Callable[[float], bool]) -> None:
         self._loop = loop

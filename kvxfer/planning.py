@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from kvxfer.errors import AccessDeniedError, NotRegisteredError, UsageError
 from kvxfer.memory import Region, RegionTable, as_columns, coalesce, distinct, locate
-from kvxfer.segment import RemoteTable, Segment
+from kvxfer.remote_table import RemoteTable
+from kvxfer.segment import Segment
 from kvxfer.transports.base import Endpoint, Transfer
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor, Rights
 

@@ -12,11 +12,8 @@ import json
 import os
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvxfer.addresses import HostPort, format_host_port
 from kvxfer.control import connect, dial_data
@@ -36,45 +33,17 @@ from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory.regions import RegionTable
+from kvxfer.remote_table import RemoteTable, parse_regions
 from kvxfer.session import Pending, Session, split_number
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer
-from kvxfer.types import AddressColumn, Opcode, RegionDescriptor, Rights
+from kvxfer.types import Opcode, RegionDescriptor
 
 if TYPE_CHECKING:
     import socket
 
     from kvxfer.engine import TransferEngine
 
-__all__ = ["RemoteTable", "Segment"]
-
-REGIONS_MAX = 1 << 20
-
-
-class RemoteTable:
-    """A peer's regions at one moment, ascending in address: what rows are checked against before anything is sent."""
-
-    __slots__ = ("_by_name", "_end_ints", "_start_ints", "ends", "regions", "starts")
-
-    def __init__(self, regions: Sequence[RegionDescriptor]) -> None:
-        self.regions = tuple(sorted(regions, key=lambda region: region.address))
-        self._start_ints = [region.address for region in self.regions]
-        self._end_ints = [region.end for region in self.regions]
-        self.starts: AddressColumn = np.array(self._start_ints, np.int64)
-        self.ends: AddressColumn = np.array(self._end_ints, np.int64)
-        self._by_name = {region.name: region for region in self.regions if region.name}
-        if len(self.regions) > 1 and bool((self.starts[1:] < self.ends[:-1]).any()):
-            raise RemoteProtocolError("the peer's regions overlap.")
-
-    def find(self, address: int, nbytes: int) -> RegionDescriptor | None:
-        """Return the region that holds the whole range, or None."""
-        index = bisect_right(self._start_ints, address) - 1
-        if index < 0 or nbytes < 1 or nbytes > self._end_ints[index] - address:
-            return None
-        return self.regions[index]
-
-    def find_name(self, name: str) -> RegionDescriptor | None:
-        """Return the region of that name, or None."""
-        return self._by_name.get(name)
+__all__ = ["Segment"]
 
 
 class Segment:
@@ -197,8 +166,7 @@ class Segment:
             self,
             engine.loop,
             is_initiator=True,
-            keepalive_interval_s=config.keepalive_interval_s,
-            keepalive_timeout_s=config.keepalive_timeout_s,
+            config=config,
         )
         try:
             established = session.run_handshake(time.monotonic() + config.handshake_timeout_s)
@@ -406,10 +374,7 @@ class Segment:
             raise self._void
 
     def _take_regions(self, body: Mapping[str, Any]) -> None:
-        rows, version = body.get("regions"), body.get("version")
-        if not isinstance(rows, list) or len(rows) > REGIONS_MAX or not isinstance(version, int):
-            raise RemoteProtocolError(f"{self.address} told its regions as {str(body)[:80]}.", peer=self.address)
-        regions = [_region(row, self.address) for row in rows]
+        version, regions = parse_regions(body, self.address)
         with self._lock:
             if version >= self._table_version:
                 self._table_version = version
@@ -492,18 +457,3 @@ class _Revocation:
 def _answer(session: Session, kind: FrameKind, body: Mapping[str, Any]) -> None:
     with contextlib.suppress(KvxferError):  # a session that is over needs no answer
         session.send(kind, json.dumps(body).encode())
-
-
-def _region(row: Any, peer: str) -> RegionDescriptor:
-    """Return one region of the peer's list, checked: it came over the wire."""
-    try:
-        region_id, name, address, nbytes, rights, keys = row
-        numbers_fit = all(type(one) is int for one in (region_id, address, nbytes, rights))
-        if not (numbers_fit and isinstance(name, str) and isinstance(keys, dict)):
-            raise ValueError(row)
-        if not (address >= 0 and nbytes > 0 and address + nbytes < 2**63 and 0 <= rights <= 3 and len(name) <= 1024):
-            raise ValueError(row)
-        checked = {str(key): value for key, value in keys.items() if isinstance(value, dict)}
-    except (ValueError, TypeError):
-        raise RemoteProtocolError(f"{peer} describes a region as {str(row)[:120]}.", peer=peer) from None
-    return RegionDescriptor(region_id, name, address, nbytes, Rights(rights), checked)

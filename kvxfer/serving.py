@@ -150,8 +150,7 @@ class PeerService:
                 self,
                 self._loop,
                 is_initiator=False,
-                keepalive_interval_s=config.keepalive_interval_s,
-                keepalive_timeout_s=config.keepalive_timeout_s,
+                config=config,
             )
             self._sessions[session.token] = session
         return session

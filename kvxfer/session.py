@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from kvxfer.config import EngineConfig
 from kvxfer.errors import (
     ClosedError,
     KvxferError,
@@ -84,8 +85,7 @@ class Session:
         loop: Loop,
         *,
         is_initiator: bool,
-        keepalive_interval_s: float,
-        keepalive_timeout_s: float,
+        config: EngineConfig,
     ) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -101,9 +101,8 @@ class Session:
         self._machine = machine
         self._owner = owner
         self._loop = loop
-        self._interval_s = keepalive_interval_s
-        self._keepalive = Keepalive(keepalive_interval_s, keepalive_timeout_s, time.monotonic())
-        self._keepalive_timeout_s = keepalive_timeout_s
+        self._keepalive = Keepalive(config.keepalive_interval_s, config.keepalive_timeout_s, time.monotonic())
+        self._keepalive_timeout_s = config.keepalive_timeout_s
         self._lock = threading.RLock()
         self._outgoing = bytearray()
         self._in_loop = False

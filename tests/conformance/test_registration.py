@@ -30,7 +30,7 @@ from kvxfer import (
     TransferError,
     UsageError,
 )
-from kvxfer.segment import RemoteTable
+from kvxfer.remote_table import RemoteTable
 from tests.conformance.conftest import Link
 from tests.support.peer import Peer, Remote, pattern, wait_until
 
