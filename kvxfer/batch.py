@@ -119,15 +119,19 @@ class TransferBatch:
         if not transfer.finished:
             deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
             transfer.deadline = deadline
-            while not transfer.finished:
-                left = deadline - time.monotonic()
-                if transfer.lock.acquire(timeout=min(LOOK_S, left) if left > 0.0 else LOOK_S):
-                    try:
-                        self._advance(deadline, deadline)
-                    finally:
-                        transfer.lock.release()
-                elif left <= 0.0:
-                    transfer.stop = transfer.stop or self._timeout_error()
+            try:
+                while not transfer.finished:
+                    left = deadline - time.monotonic()
+                    if transfer.lock.acquire(timeout=min(LOOK_S, left) if left > 0.0 else LOOK_S):
+                        try:
+                            self._advance(deadline, deadline)
+                        finally:
+                            transfer.lock.release()
+                    elif left <= 0.0:
+                        transfer.stop = transfer.stop or self._timeout_error()
+            except BaseException as exc:
+                self._let_go(exc)
+                raise
         if transfer.error is not None:
             raise transfer.error
         return self
@@ -173,6 +177,15 @@ class TransferBatch:
             elif time.monotonic() >= deadline:
                 self._fail(self._timeout_error())
 
+    def _let_go(self, cause: BaseException) -> None:
+        """Ctrl-C between two moves: give the batch up, unless another thread moves it."""
+        transfer = self._transfer
+        if not transfer.finished and transfer.lock.acquire(blocking=False):
+            try:
+                self._give_up(cause)
+            finally:
+                transfer.lock.release()
+
     def _give_up(self, cause: BaseException) -> None:
         """Ctrl-C, or a bug: either way nothing may go on writing."""
         if not self._transfer.finished:
@@ -210,7 +223,18 @@ class TransferBatch:
 def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> None:
     """Move several batches at once to their end; raises the first failure, after all have ended."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    running = list(batches)
+    try:
+        _move_all(list(batches), deadline)
+    except BaseException as exc:
+        for batch in batches:
+            batch._let_go(exc)
+        raise
+    for batch in batches:
+        if batch.exception is not None:
+            raise batch.exception
+
+
+def _move_all(running: list[TransferBatch], deadline: float | None) -> None:
     while True:
         moved_before = sum(batch._transfer.nbytes_moved for batch in running)
         running = [batch for batch in running if not batch.poll()]
@@ -221,9 +245,6 @@ def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> No
                 batch._transfer.stop = batch._transfer.stop or batch._timeout_error()
         elif sum(batch._transfer.nbytes_moved for batch in running) == moved_before:
             _wait_for_any(running)
-    for batch in batches:
-        if batch.exception is not None:
-            raise batch.exception
 
 
 def _wait_for_any(batches: list[TransferBatch]) -> None:

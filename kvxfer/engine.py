@@ -503,7 +503,7 @@ class TransferEngine:
             self._listener.abandon()
             self.service.abandon()
             for segment in self._segments.values():
-                segment.abandon()
+                segment.abandon(self._closed)
             tcp = self._transports.get("tcp")
             if isinstance(tcp, TcpTransport):
                 tcp.service.abandon()

@@ -426,10 +426,18 @@ class Segment:
             session.close(goodbye)
         self._engine.forget_segment(self)
 
-    def abandon(self) -> None:
-        """In a forked child: close the copy of the session's descriptor only."""
-        if self._session is not None:
-            self._session.abandon()
+    def abandon(self, error: KvxferError) -> None:
+        """In a forked child: close the copies of the descriptors; every later use of the segment, and of the parent's
+        batches, raises `error`. Takes no lock: a thread of the parent may have held it."""
+        self._void = error
+        session, self._session = self._session, None
+        self._connecting = threading.Lock()
+        for transfer in self._transfers:
+            transfer.error, transfer.finished = transfer.error or error, True
+        for endpoint in self._endpoints:
+            endpoint.abandon(error)
+        if session is not None:
+            session.abandon()
 
 
 def _not_offered(name: str, card: Mapping[str, Any]) -> str:

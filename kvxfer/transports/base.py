@@ -196,6 +196,9 @@ class Endpoint(ABC):
         """Facts for a person: streams, mappings, the way memory is reached."""
         return {}
 
+    def abandon(self, error: KvxferError) -> None:  # noqa: B027  not all hold descriptors
+        """In a forked child: close the copies of the descriptors, without a word to the peer and without a lock."""
+
     @abstractmethod
     def close(self, error: KvxferError) -> None:
         """Drop the peer; transfers still running end with `error` when they are next looked at."""

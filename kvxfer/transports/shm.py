@@ -236,6 +236,11 @@ class ShmEndpoint(Endpoint):
             "process_vm": self._process_vm_refusal or "permitted",
         }
 
+    def abandon(self, error: KvxferError) -> None:
+        self._closed = error
+        self._mappings = {}
+        self._client.close()
+
     def close(self, error: KvxferError) -> None:
         with self._lock:
             self._closed = self._closed or error
@@ -335,7 +340,7 @@ class ShmEndpoint(Endpoint):
         return f"process_vm_readv of process {self._client.pid} fails: {os.strerror(failure)}"
 
 
-def _is_token(text: object) -> bool:
+def _is_token(text: Any) -> TypeGuard[str]:
     return isinstance(text, str) and re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_NBYTES}}}", text) is not None
 
 

@@ -201,7 +201,7 @@ class HandoverClient:
             raise
 
     def _connect(self, name: str, deadline: float) -> None:
-        """Connect; where the peer's backlog is full, which EAGAIN says at once (unix(7)), try again until `deadline`."""
+        """Connect; where the peer's backlog is full, which EAGAIN says at once (unix(7)), again until `deadline`."""
         while True:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -245,10 +245,14 @@ class HandoverClient:
         request = {"token": self._token} if file_id is None else {"token": self._token, "file": file_id}
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         if file_id is None or file_id != self._open_question:
-            self._socket.send(json.dumps(request).encode())
+            with contextlib.suppress(BrokenPipeError):  # it has refused unasked: why is still to be read
+                self._socket.send(json.dumps(request).encode())
             self._open_question = file_id
         while True:
-            data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
+            except ConnectionResetError:  # told once, before what the peer said last
+                data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
             if not data:
                 self._close_all(fds)
                 raise PeerClosedError(f"{self._label} closed its shared-memory socket.", peer=self._label)

@@ -179,6 +179,11 @@ class TcpEndpoint(Endpoint):
     def describe(self) -> Mapping[str, Any]:
         return {"streams": self._count, "streams_max": self._config.tcp_streams_max}
 
+    def abandon(self, error: KvxferError) -> None:
+        self._closed = error
+        for stream in (*self._idle, *self._moving.values()):
+            stream.close()  # without a shutdown: the connection is the parent's
+
     def close(self, error: KvxferError) -> None:
         with self._changed:
             self._closed = self._closed or error

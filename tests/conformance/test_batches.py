@@ -27,7 +27,9 @@ MIB = 1 << 20
 STEP = 65536
 
 
-def submit_large(link: Link, opcode: str = "write", nbytes: int = 32 * MIB, **settings: Any) -> tuple[TransferBatch, Any, Remote]:
+def submit_large(
+    link: Link, opcode: str = "write", nbytes: int = 32 * MIB, **settings: Any
+) -> tuple[TransferBatch, Any, Remote]:
     """Submit a batch that does not fit into any buffer on the way: with the peer stopped, tcp cannot end it."""
     here, there = link.here(nbytes), link.there(nbytes)
     here.array[:] = 1
@@ -167,23 +169,11 @@ def test_failed_batch_writes_not_one_byte_more(own_link: Link, opcode: str) -> N
     link = own_link
     nbytes = 64 * MIB
     batch, here, there = submit_large(link, opcode, nbytes)
-    there.fill(b"\x02" * 100)
-    started = threading.Event()
-    failed: list[BaseException] = []
+    wait_until(lambda: batch.poll() or batch._transfer.nbytes_moved > MIB)  # each poll moves a little
 
-    def wait() -> None:
-        started.set()
-        try:
-            batch.wait()
-        except BaseException as exc:
-            failed.append(exc)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    started.wait()
-    wait_until(lambda: batch._transfer.nbytes_moved > 0)
     batch.cancel()
 
+    assert isinstance(batch.exception, TransferCancelledError)
     if opcode == "write":
         was = there.array().copy()
         here.array[:] = 7
@@ -193,10 +183,6 @@ def test_failed_batch_writes_not_one_byte_more(own_link: Link, opcode: str) -> N
         was = here.array.copy()
         time.sleep(0.05)
         assert np.array_equal(here.array, was)
-    thread.join()
-    if not failed:
-        pytest.skip("the batch was faster than the cancel")
-    assert isinstance(failed[0], TransferCancelledError)
     done = batch.rows_done
     assert len(done) == nbytes // STEP
     if opcode == "write" and done.any():
@@ -256,9 +242,8 @@ def test_cancel_from_another_thread_wakes_who_waits(own_link: Link) -> None:
 def test_engine_is_usable_after_a_batch_failed(own_link: Link) -> None:  # B172
     link = own_link
     batch, here, there = submit_large(link, notify=b"no")
-    with link.peer.stopped():
-        with pytest.raises(TransferTimeoutError):
-            batch.wait(0.1)
+    with link.peer.stopped(), pytest.raises(TransferTimeoutError):
+        batch.wait(0.1)
 
     here.array[:] = 5
     link.engine.write(link.segment, here.address, there.address, here.nbytes, notify=b"yes")
@@ -330,7 +315,7 @@ def test_closing_the_engine_fails_batches_and_later_calls(own_link: Link) -> Non
         lambda: link.engine.allocate(4096),
         lambda: link.engine.register(bytearray(16)),
         lambda: link.engine.open_segment(link.peer.address),
-        lambda: link.engine.notifications(),
+        link.engine.notifications,
         lambda: link.engine.unregister(here),
     ):
         with pytest.raises(ClosedError):
@@ -372,7 +357,9 @@ def test_wait_all_over_several_peers(peers: tuple[TransferEngine, list[Peer]]) -
     order = np.random.default_rng(3).permutation(nbytes // STEP) * STEP
 
     batches = [
-        engine.submit_write(engine.open_segment(remote.peer.address), here.address + order, remote.address + order, STEP)
+        engine.submit_write(
+            engine.open_segment(remote.peer.address), here.address + order, remote.address + order, STEP
+        )
         for remote in remotes
     ]
     engine.wait_all(batches, timeout_s=20.0)

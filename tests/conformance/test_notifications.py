@@ -92,7 +92,9 @@ def test_any_bytes_up_to_the_limit(link: Link, payload: bytes) -> None:  # B174
     assert [got for _, got in link.peer.call("notifications")] == [payload]
 
 
-@pytest.mark.parametrize("payload", ["x", bytearray(b"x"), memoryview(b"x"), 1, b"x" * ((1 << 20) + 1), b"x" * (16 << 20)])
+@pytest.mark.parametrize(
+    "payload", ["x", bytearray(b"x"), memoryview(b"x"), 1, b"x" * ((1 << 20) + 1), b"x" * (16 << 20)]
+)
 def test_what_is_not_bytes_or_too_long_is_refused_before_a_byte_moves(link: Link, payload: Any) -> None:  # B174
     here, there = link.here(4096), link.there(4096)
     here.array[:] = 1
@@ -246,7 +248,11 @@ def test_notifications_from_many_threads_all_arrive(link: Link) -> None:
         try:
             for turn in range(25):
                 link.engine.write(
-                    link.segment, here.address + index * 64, there.address + index * 64, 64, notify=b"%d.%d" % (index, turn)
+                    link.segment,
+                    here.address + index * 64,
+                    there.address + index * 64,
+                    64,
+                    notify=b"%d.%d" % (index, turn),
                 )
         except BaseException as exc:
             failed.append(exc)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -239,9 +239,7 @@ def test_rights_follow_the_region_that_is_there_now(link: Link) -> None:  # B134
     link.engine.read(link.segment, here.address, there.address, 16)
     here.array[:] = 6
 
-    link.peer.run(
-        "engine.unregister(regions[one]); regions[one] = engine.register(arrays[one])", one=there.region_id
-    )
+    link.peer.run("engine.unregister(regions[one]); regions[one] = engine.register(arrays[one])", one=there.region_id)
     link.engine.write(link.segment, here.address, there.address, 4096)
 
     assert there.bytes() == b"\x06" * 4096
@@ -415,7 +413,12 @@ def test_name_can_be_had_once(engine: TransferEngine) -> None:
 
 
 class OnGpu:
-    __cuda_array_interface__: dict[str, Any] = {"data": (0x7000, False), "shape": (4,), "typestr": "|u1", "version": 3}
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+        "data": (0x7000, False),
+        "shape": (4,),
+        "typestr": "|u1",
+        "version": 3,
+    }
 
 
 class OnDlpackGpu:
@@ -553,7 +556,9 @@ def test_address_and_size_are_enough(link: Link) -> None:
     assert there.bytes() == memory.tobytes()
 
 
-@pytest.mark.parametrize("make", [lambda: mmap.mmap(-1, 4096), lambda: bytearray(4096), lambda: memoryview(bytearray(4096))])
+@pytest.mark.parametrize(
+    "make", [lambda: mmap.mmap(-1, 4096), lambda: bytearray(4096), lambda: memoryview(bytearray(4096))]
+)
 def test_buffers_are_moved_in_place(link: Link, make: Any) -> None:
     memory, there = make(), link.there(4096)
     there.fill(pattern(4096, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -103,19 +104,16 @@ def test_threads_that_open_an_absent_peer_get_one_error() -> None:
 
 def test_threads_that_register_overlapping_ranges_let_one_through(link: Link) -> None:  # B81
     memory = np.zeros(64 * BLOCK, np.uint8)
+    won: list[Any] = []
+
+    def work(index: int) -> None:
+        with contextlib.suppress(RegionOverlapError):
+            won.append(link.engine.register(memory[index * BLOCK : (index + 32) * BLOCK]))
+
     for _ in range(10):
-        won: list[Any] = []
-
-        def work(index: int) -> None:
-            part = memory[index * BLOCK : (index + 32) * BLOCK]
-            try:
-                won.append(link.engine.register(part))
-            except RegionOverlapError:
-                pass
-
         run_threads(work)
         assert len(won) == 1
-        link.engine.unregister(won[0])
+        link.engine.unregister(won.pop())
 
 
 def test_threads_that_register_the_equal_range_are_counted(link: Link) -> None:  # B80, B81
@@ -162,7 +160,9 @@ def test_random_calls_from_many_threads(three: tuple[TransferEngine, list[Peer]]
         local = np.zeros(4 * BLOCK, np.uint8)
         base = index * 4 * BLOCK
         while time.monotonic() < ends:
-            what = dice.choice(["write"] * 4 + ["read", "open", "register", "poll", "cancel"] + ["close"] * (index == 0))
+            what = dice.choice(
+                ["write"] * 4 + ["read", "open", "register", "poll", "cancel"] + ["close"] * (index == 0)
+            )
             remote = dice.choice(remotes)
             counts[what] += 1
             try:
@@ -179,7 +179,9 @@ def test_random_calls_from_many_threads(three: tuple[TransferEngine, list[Peer]]
                         engine.read(segment, region.address, remote.address + base, 4 * BLOCK)
                         assert np.array_equal(local, pattern(4 * BLOCK, seed))
                     elif what == "read":
-                        engine.read_blocks(segment, region, [0, 1], "pool", [index * 4, index * 4 + 1], block_nbytes=BLOCK)
+                        engine.read_blocks(
+                            segment, region, [0, 1], "pool", [index * 4, index * 4 + 1], block_nbytes=BLOCK
+                        )
                     elif what in ("poll", "cancel"):
                         batch = engine.submit_read(
                             segment, [region.address, region.address + BLOCK], [remote.address + base] * 2, BLOCK
@@ -190,7 +192,8 @@ def test_random_calls_from_many_threads(three: tuple[TransferEngine, list[Peer]]
                 finally:
                     engine.unregister(region)
             except KvxferError as error:
-                assert type(error).__name__ in ("ClosedError", "PeerClosedError", "TransferCancelledError"), repr(error)
+                if type(error).__name__ not in ("ClosedError", "PeerClosedError", "TransferCancelledError"):
+                    raise
 
     run_threads(work)
 

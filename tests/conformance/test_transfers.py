@@ -240,7 +240,7 @@ def test_row_that_wraps_around_is_refused(link: Link, side: str, address: int, n
     here.array[:] = 1
     local, remote = (address, there.address) if side == "local" else (here.address, address)
 
-    with pytest.raises(UsageError, match="row 1|[Aa]ddress|fit|64 bits"):
+    with pytest.raises(UsageError, match=r"row 1|[Aa]ddress|fit|64 bits"):
         link.engine.write(link.segment, [here.address, local], [there.address, remote], [16, nbytes])
     with pytest.raises(UsageError):
         link.engine.write(link.segment, local, remote, nbytes)

@@ -3,6 +3,8 @@
 Time limits here are those of the cases or far above what is measured: they tell a hang from an answer, nothing finer.
 """
 
+# ruff: noqa: SIM117  the outer `with` is the stage, the inner one the act
+
 from __future__ import annotations
 
 import contextlib
@@ -161,7 +163,7 @@ class _Blackhole:
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(0)
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._fill = []
         for _ in range(4):
             one = socket.socket()
@@ -439,7 +441,7 @@ def test_the_right_key_on_both_sides_works() -> None:
 # B66
 def test_an_empty_reply_says_what_was_missing() -> None:
     with FakePeer(raw=b"") as fake, TransferEngine(transports=("tcp",)) as engine:
-        with pytest.raises(PeerClosedError, match="closed the connection during the handshake|broke"):
+        with pytest.raises(PeerClosedError, match=r"closed the connection during the handshake|broke"):
             engine.open_segment(fake.address)
 
 
@@ -447,7 +449,7 @@ def test_a_port_where_nobody_answers_times_out_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with TransferEngine(transports=("tcp",), handshake_timeout_s=0.3) as engine:
             with pytest.raises(HandshakeTimeoutError, match="HELLO"):
-                engine.open_segment("127.0.0.1:%d" % listener.getsockname()[1])
+                engine.open_segment(f"127.0.0.1:{listener.getsockname()[1]}")
 
 
 class _Quiet(http.server.BaseHTTPRequestHandler):
@@ -460,18 +462,20 @@ def http_server() -> Iterator[str]:
     with http.server.HTTPServer(("127.0.0.1", 0), _Quiet) as server:
         thread = threading.Thread(target=server.serve_forever, args=[0.01])
         thread.start()
-        yield "127.0.0.1:%d" % server.server_port
+        yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
 
 
 def test_an_http_server_is_named_as_such(http_server: str) -> None:
     with TransferEngine(transports=("tcp",)) as engine:
-        with pytest.raises((ProtocolError, PeerError), match="HTTP|not a kvxfer peer"):
+        with pytest.raises((ProtocolError, PeerError), match=r"HTTP|not a kvxfer peer"):
             engine.open_segment(http_server)
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x15\x03\x03\x00\x02\x02\x50", b"\0" * 64, os.urandom(64)])
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x15\x03\x03\x00\x02\x02\x50", b"\0" * 64, os.urandom(64)]
+)
 def test_a_stranger_is_named_with_its_first_bytes(said: bytes) -> None:
     with FakePeer(raw=said) as fake, TransferEngine(transports=("tcp",)) as engine:
         with pytest.raises(RemoteProtocolError, match="not a kvxfer peer"):
@@ -483,7 +487,9 @@ def test_a_server_out_of_descriptors_recovers() -> None:
     with Peer(transports=("shm", "tcp")) as server:
         there = server.allocate(NBYTES)
         name = server.run("result = engine._transports['shm']._server.name")
-        server.run("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (n, 4096))", n=Counts.of(server.pid).fds + 20)
+        server.run(
+            "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (n, 4096))", n=Counts.of(server.pid).fds + 20
+        )
         with contextlib.ExitStack() as stack:
             for _ in range(60):
                 stack.enter_context(socket.create_connection(host_port(server.address)))

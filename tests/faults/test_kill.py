@@ -5,6 +5,7 @@ The moments are random; the seed is the medium and the number of the round, whic
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -65,7 +66,7 @@ def kill_serving_side(medium: str, rounds: int) -> None:
                 killer = threading.Timer(rng.uniform(0.0, 0.03), peer.kill)
                 started = time.monotonic()
                 killer.start()
-                with pytest.raises((PeerError, TransferError)):
+                with pytest.raises((PeerError, TransferError)):  # noqa: PT012  until it fails
                     while True:
                         batch.wait()
                         batch = submit(segment, *rows, NBYTES, timeout_s=DEADLINE_S)
@@ -101,7 +102,13 @@ def kill_asking_side(medium: str, rounds: int) -> None:
             rng = random.Random(f"{medium} {number}")
             there = server.allocate(NBYTES) if medium == "shm" else server.register(NBYTES)
             with Peer(transports=(transport,)) as client:
-                names = {"address": server.address, "medium": medium, "nbytes": NBYTES, "n": ROWS, "there": there.address}
+                names = {
+                    "address": server.address,
+                    "medium": medium,
+                    "nbytes": NBYTES,
+                    "n": ROWS,
+                    "there": there.address,
+                }
                 client.begin("run", CLIENT, names)
                 # 1 for what the client writes: it has begun. Some rounds are killed before that, while they connect.
                 if rng.random() < 0.8:
@@ -165,7 +172,9 @@ def silent_writer(server: Peer, address: int) -> RawClient:
 
 
 def test_unregister_gets_memory_back_from_a_client_that_fell_silent_in_a_write() -> None:
-    with Peer(transports=("tcp",), keepalive_interval_s=0.1, keepalive_timeout_s=0.4, unregister_timeout_s=5.0) as server:
+    with Peer(
+        transports=("tcp",), keepalive_interval_s=0.1, keepalive_timeout_s=0.4, unregister_timeout_s=5.0
+    ) as server:
         there = server.register(NBYTES)
         client = silent_writer(server, there.address)
 
@@ -223,7 +232,5 @@ def test_engines_that_come_and_go_leave_nothing() -> None:
 
 
 def _wait_quietly(batch: Any) -> None:
-    try:
+    with contextlib.suppress(KvxferError):
         batch.wait()
-    except KvxferError:
-        pass

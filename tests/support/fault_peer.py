@@ -57,7 +57,9 @@ class Counts:
     def of(cls, pid: int) -> Counts:
         rss_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return cls(
-            len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), rss_pages * os.sysconf("SC_PAGESIZE")
+            len(os.listdir(f"/proc/{pid}/fd")),
+            len(os.listdir(f"/proc/{pid}/task")),
+            rss_pages * os.sysconf("SC_PAGESIZE"),
         )
 
     def grown_from(self, before: Counts, *, rss_slack_nbytes: int = 32 << 20) -> str:
@@ -75,7 +77,7 @@ class Counts:
 
 
 def count(peer: Peer | None = None) -> Counts:
-    """Return what the peer, or this process, holds, after a garbage collection: a failure holds its frames in a cycle."""
+    """Return what the peer, or this process, holds after a garbage collection: a failure and its frames are a cycle."""
     if peer is None:
         gc.collect()
         return Counts.of(os.getpid())
@@ -154,7 +156,9 @@ def is_closed_by_peer(connection: socket.socket, timeout_s: float = 5.0) -> bool
     return True
 
 
-def make_machine(role: Role, *, key: bytes | None = None, transports: tuple[str, ...] = ("tcp",), deadline_s: float = 20.0) -> Handshake:
+def make_machine(
+    role: Role, *, key: bytes | None = None, transports: tuple[str, ...] = ("tcp",), deadline_s: float = 20.0
+) -> Handshake:
     """Return one side of a handshake, as a new process would begin it."""
     return Handshake(
         role=role,
@@ -171,7 +175,9 @@ def make_machine(role: Role, *, key: bytes | None = None, transports: tuple[str,
 class RawClient:
     """A control session with an engine and nothing behind it: whatever is sent, the test has written."""
 
-    def __init__(self, address: str, *, key: bytes | None = None, transport: str = "tcp", timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: str, *, key: bytes | None = None, transport: str = "tcp", timeout_s: float = 10.0
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.machine = make_machine(Role.INITIATOR, key=key, transports=(transport,))
@@ -290,7 +296,7 @@ class FakePeer:
         self._raw, self._hello, self._card, self._regions = raw, hello, card, regions
         self._attached, self._data, self._frames, self._transport, self._key = attached, data, frames, transport, key
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._connections: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -330,7 +336,11 @@ class FakePeer:
         while True:
             while (event := machine.next_event()) is not None:
                 if isinstance(event, CardWanted):
-                    right = {"address": self.address, "data_token": "00", "transports": {self._transport: {"rows_max": 1}}}
+                    right = {
+                        "address": self.address,
+                        "data_token": "00",
+                        "transports": {self._transport: {"rows_max": 1}},
+                    }
                     machine.offer(right if self._card is None else self._card)
                 elif isinstance(event, TransportChosen):
                     machine.local_ready(event.transport)
@@ -460,7 +470,9 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
             out[at] ^= 1 << rng.randrange(8)
         elif what == 1:
             size = rng.choice((1, 2, 4, 8))
-            edge = rng.choice((0, 1, (1 << 8 * size) - 1, 1 << (8 * size - 1), (1 << 8 * size) - 8, rng.getrandbits(8 * size)))
+            edge = rng.choice(
+                (0, 1, (1 << 8 * size) - 1, 1 << (8 * size - 1), (1 << 8 * size) - 8, rng.getrandbits(8 * size))
+            )
             out[at : at + size] = (edge % (1 << 8 * size)).to_bytes(size, "little")
         elif what == 2:
             del out[at:]

@@ -213,9 +213,10 @@ class _Child:
         self._arrays: dict[int, Any] = {}
 
     def start(self, settings: dict[str, Any], uid: int | None) -> str:
-        import kvxfer  # noqa: PLC0415  before the user changes: the tree may be root's alone
+        import kvxfer
 
         if uid is not None:
+            kvxfer.TransferEngine().close()  # imports what it needs: the interpreter may lie where only root may read
             os.setgroups([])
             os.setgid(uid)
             os.setuid(uid)
@@ -271,7 +272,7 @@ class _Child:
 
 def main() -> None:
     """Answer commands until the pipe ends."""
-    import faulthandler  # noqa: PLC0415
+    import faulthandler
 
     faulthandler.enable()
     connection = Connection(int(sys.argv[1]))
