@@ -359,12 +359,15 @@ def _bind(config: EngineConfig) -> socket.socket:
     for family, kind, protocol, _, address in resolve(target, passive=True):
         listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
         try:
-            if config.port:  # a restarted engine takes its old port although old connections linger in TIME_WAIT
+            if config.port:  # a restarted engine takes its old port although old connections linger
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if config.host == "::" else 1)
             tune(listener, config, listening=True)
             listener.bind(address)
+            # After a bind to port 0, so that no port is chosen that another engine has bound and does not listen on
+            # yet. The connections inherit it; without it a restart on the same port would find it in use.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.listen(BACKLOG)
             return listener
         except OSError as exc:

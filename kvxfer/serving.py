@@ -34,6 +34,9 @@ from kvxfer.types import AddressColumn, Opcode, Probe
 
 __all__ = ["Notification", "PeerService"]
 
+REFUSAL_NBYTES_MAX = 800
+"""How much of a reason fits the answer to a notification."""
+
 TOLD_TIMEOUT_S = 0.25
 """How long a peer over tcp has to say that it knows of a region's end; a live one answers within 1 ms."""
 
@@ -190,8 +193,12 @@ class PeerService:
             session.send(FrameKind.REGIONS, json.dumps(self._regions_for_peers(number)).encode())
         elif frame.kind is FrameKind.NOTIFY:
             number, payload = split_number(frame)
-            self.notify(self._peer_address(session), payload)
-            session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little"))
+            refusal = b""
+            try:
+                self.notify(self._peer_address(session), payload)
+            except UsageError as error:
+                refusal = str(error).encode()[:REFUSAL_NBYTES_MAX]
+            session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little") + refusal)
         elif frame.kind is FrameKind.ABORT:
             number, body = split_number(frame)
             connection = body.get("connection")
@@ -240,14 +247,18 @@ class PeerService:
         self._table.acquire(used, "remote")
         return lambda: self._table.release(used, "remote")
 
+    def check_room(self) -> None:
+        """Raise UsageError where the queue of notifications is full."""
+        if len(self._notifications) >= self._config.notifications_pending_max:
+            raise UsageError(
+                f"{len(self._notifications)} notifications are unread at {self.address}.",
+                remedy="Call notifications() there more often, or raise notifications_pending_max.",
+            )
+
     def notify(self, peer: str, payload: bytes) -> None:
-        """Queue a notification for the application."""
+        """Queue a notification for the application; raises UsageError where the queue is full."""
         with self._notified:
-            if len(self._notifications) >= self._config.notifications_pending_max:
-                raise UsageError(
-                    f"{len(self._notifications)} notifications are unread at {self.address}.",
-                    remedy="Call notifications() there more often, or raise notifications_pending_max.",
-                )
+            self.check_room()
             self._notifications.append(Notification(peer, payload))
             self._notified.notify()
 

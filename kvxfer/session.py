@@ -26,8 +26,10 @@ from kvxfer.errors import (
     PeerClosedError,
     PeerUnreachableError,
     RemoteProtocolError,
+    TransferError,
     TransferTimeoutError,
 )
+from kvxfer.handshake.bodies import clean
 from kvxfer.handshake.events import (
     CardWanted,
     Established,
@@ -358,7 +360,10 @@ class Session:
             number, body = split_number(frame)
             with self._lock:
                 pending = self._pending.pop((frame.kind, number), None)
-            if pending is not None:
+            if pending is not None and frame.kind is FrameKind.NOTIFY_ACK and body:
+                told = clean(body.decode(errors="replace"), 1000)
+                pending.fail(TransferError(f"{self.label} did not take the notification: {told}", peer=self.label))
+            elif pending is not None:
                 pending.resolve(body)
         else:
             self._owner.frame_received(self, frame)

@@ -53,8 +53,11 @@ class Gate(Protocol):
     def admit_row(self, opcode: Opcode, address: int, nbytes: int) -> Callable[[], None]:
         """The same for one row."""
 
+    def check_room(self) -> None:
+        """Raise UsageError where no notification would be taken now."""
+
     def notify(self, peer: str, payload: bytes) -> None:
-        """Hand a notification to the application."""
+        """Hand a notification to the application; raises UsageError where there is no room for it."""
 
 
 class DataService:
@@ -282,6 +285,8 @@ class _DataConnection:
         opcode = Opcode(request.opcode)
         gate = self._service.gate
         try:
+            if self._notify is not None:
+                gate.check_room()
             if self._columns is None:
                 self._release = gate.admit_row(opcode, request.address, request.nbytes)
             else:
@@ -317,7 +322,12 @@ class _DataConnection:
             if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.close()  # the peer has given the batch up: it must not be announced
                 return
-            self._service.gate.notify(self._peer, bytes(self._notify))
+            try:
+                self._service.gate.notify(self._peer, bytes(self._notify))
+            except UsageError as error:  # the queue has filled up since it was looked at: the batch fails, unannounced
+                text = pack_refusal(error)
+                self._answer(Response(REFUSED, self._request.number, len(text)).pack() + text)
+                return
         self._answer(Response(OK, self._request.number, 0).pack())
 
     def _refuse(self, error: KvxferError) -> None:

@@ -1,4 +1,4 @@
-"""docs/settings.md is the table of settings, as the code has it. `python tests/house/test_settings_doc.py` writes it."""
+"""docs/settings.md is the table of settings, as the code has it. Run as a program this file writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
 An argument of `TransferEngine` wins over the environment variable, which wins over the default.
-A value outside its range raises `ConfigError` with the range; a `KVXFER_*` variable that is no setting is told in the log with the closest name.
+A value outside its range raises `ConfigError` with the range.
+A `KVXFER_*` variable that is no setting is told in the log with the closest name.
 This file is generated from `kvxfer/config.py`.
 
 | setting | variable | unit and range | default | meaning | why this default |

@@ -27,7 +27,7 @@ class FakeDevice:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.type = name.split(":")[0]
+        self.type = name.split(":", maxsplit=1)[0]
 
     def __str__(self) -> str:
         return self.name
