@@ -336,17 +336,20 @@ class Segment:
     def copy_row(self, opcode: Opcode, local: int, remote: int, nbytes: int) -> bool:
         """Move one short row here and now, without a batch; False where that is not possible or something is wrong,
         which the long way then finds out."""
+        endpoint = self._endpoints[0] if self._endpoints else None
+        if endpoint is None or not endpoint.copies_rows:
+            return False
         here = self._local_table.snapshot().find(local, nbytes)
         table = self.table
         there = table.find(remote, nbytes)
-        if here is None or there is None or not there.rights.allows(opcode) or not self._endpoints:
+        if here is None or there is None or not there.rights.allows(opcode):
             return False
         if opcode is Opcode.READ and here.view.read_only:
             return False
         with self._local_table.guard:
             if not here.is_live or table is not self.table or self._void is not None:
                 return False
-            return self._endpoints[0].copy_row(opcode, local, remote, nbytes, there)
+            return endpoint.copy_row(opcode, local, remote, nbytes, there)
 
     def endpoint_for(self, regions: tuple[RegionDescriptor, ...]) -> Endpoint:
         """Return the endpoint that reaches all these regions: the first in order of preference."""

@@ -147,6 +147,8 @@ class Endpoint(ABC):
     """This process's side of one peer, for one transport. All methods may be called from any thread."""
 
     transport: ClassVar[str]
+    copies_rows: ClassVar[bool] = False
+    """Whether `copy_row` is worth asking."""
 
     @property
     @abstractmethod

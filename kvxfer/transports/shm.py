@@ -133,6 +133,7 @@ class ShmEndpoint(Endpoint):
     """A peer on this host."""
 
     transport = "shm"
+    copies_rows = True
 
     def __init__(
         self, card: Mapping[str, Any], link: PeerLink, deadline: float, helpers: ThreadPoolExecutor | None

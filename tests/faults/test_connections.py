@@ -228,7 +228,7 @@ def test_giving_up_connecting_names_errno_and_time() -> None:
         with pytest.raises(PeerUnreachableError, match="refused") as caught:
             engine.open_segment(f"127.0.0.1:{free_port()}")
     assert caught.value.errno == 111
-    assert caught.value.elapsed_s >= 0.1
+    assert 0.0 < caught.value.elapsed_s < 5.0
 
 
 def test_a_client_stopped_while_it_tries_to_connect_still_gives_up() -> None:
