@@ -483,8 +483,8 @@ class TransferEngine:
         if notify is not None:
             _check_notify(notify, self.config.notify_nbytes_max)
         started = time.monotonic()
-        transfer, endpoint = plan(self._table, opcode, segment, local, remote, nbytes, notify)
         deadline = started + (self.config.transfer_timeout_s if timeout_s is None else timeout_s)
+        transfer, endpoint = plan(self._table, opcode, segment, local, remote, nbytes, notify, deadline)
         batch = TransferBatch(segment, endpoint, transfer, started, deadline)
         batch.start()
         return batch

@@ -33,18 +33,20 @@ def plan(
     remote: Addresses,
     nbytes: Addresses,
     notify: bytes | None,
+    deadline: float,
 ) -> tuple[Transfer, Endpoint]:
     """Return the transfer, its regions pinned, and the endpoint that will carry it.
 
+    deadline: monotonic seconds; bounds asking the peer and connecting to it anew, where that is needed.
     Raises UsageError for columns that are none, NotRegisteredError or AccessDeniedError naming the first bad row.
     """
     while True:
         if type(local) is int and type(remote) is int and type(nbytes) is int:
             remote_table = segment.table
-            planned = _plan_row(table, remote_table, opcode, segment, local, remote, nbytes, notify)
+            planned = _plan_row(table, remote_table, opcode, segment, local, remote, nbytes, notify, deadline)
             if planned is not None and segment.begin(planned[0], remote_table):
                 return planned
-        transfer, endpoint, remote_table = _plan_rows(table, opcode, segment, local, remote, nbytes, notify)
+        transfer, endpoint, remote_table = _plan_rows(table, opcode, segment, local, remote, nbytes, notify, deadline)
         if segment.begin(transfer, remote_table):
             return transfer, endpoint
 
@@ -58,6 +60,7 @@ def _plan_row(
     remote: int,
     nbytes: int,
     notify: bytes | None,
+    deadline: float,
 ) -> tuple[Transfer, Endpoint] | None:
     """The short way for one row, without numpy; None for anything unusual, which the long way explains."""
     here = table.snapshot().find(local, nbytes)
@@ -69,7 +72,7 @@ def _plan_row(
     regions = (there,)
     transfer = Transfer(opcode, regions, (here,), notify, nbytes, segment.end)
     transfer.single = (local, remote, nbytes)
-    return transfer, segment.endpoint_for(regions)
+    return transfer, segment.endpoint_for(regions, deadline)
 
 
 def _plan_rows(
@@ -80,6 +83,7 @@ def _plan_rows(
     remote: Addresses,
     nbytes: Addresses,
     notify: bytes | None,
+    deadline: float,
 ) -> tuple[Transfer, Endpoint, RemoteTable]:
     columns = as_columns(local, remote, nbytes)
     snapshot = table.snapshot()
@@ -100,7 +104,7 @@ def _plan_rows(
         remote_table = segment.table
         there = _locate_there(columns[1], columns[2], remote_table, segment)
     except NotRegisteredError:
-        segment.refresh()  # the peer may have registered it meanwhile
+        segment.refresh(deadline)  # the peer may have registered it meanwhile
         remote_table = segment.table
         there = _locate_there(columns[1], columns[2], remote_table, segment)
     touched = distinct(there, len(remote_table.regions))
@@ -120,7 +124,7 @@ def _plan_rows(
         first_row=first_row,
         row_count=len(columns[0]),
     )
-    return transfer, segment.endpoint_for(regions), remote_table
+    return transfer, segment.endpoint_for(regions, deadline), remote_table
 
 
 def _locate_there(

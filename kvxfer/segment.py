@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ from kvxfer.errors import (
     TransportUnavailableError,
 )
 from kvxfer.handshake.bodies import clean
-from kvxfer.handshake.frames import Frame, FrameKind
+from kvxfer.handshake.frames import ANSWERING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory.regions import RegionTable
@@ -107,11 +108,9 @@ class Segment:
             )
         return found
 
-    def refresh(self) -> None:
-        """Ask the peer for its regions."""
-        answer = self.session().ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
-        timeout_s = self._engine.config.handshake_timeout_s
-        self._take_regions(answer.result(timeout_s, "the question for its regions"))
+    def refresh(self, deadline: float = math.inf) -> None:
+        """Ask the peer for its regions. deadline: monotonic seconds; handshake_timeout_s from now at most."""
+        self._ask_regions(self.session(deadline), deadline)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for a person: the transport, how it reaches the peer, why others were passed over."""
@@ -130,34 +129,42 @@ class Segment:
 
     # Connecting.
 
-    def session(self) -> Session:
-        """Return the live session, connecting anew where it is lost; raises why that fails."""
+    def session(self, deadline: float = math.inf) -> Session:
+        """Return the live session, connecting anew where it is lost, until `deadline`; raises why that fails."""
         session = self._session
         if session is not None and session.error is None:
             return session
-        with self._connecting:
+        if not self._connecting.acquire(timeout=min(threading.TIMEOUT_MAX, max(0.0, deadline - time.monotonic()))):
+            raise PeerUnreachableError(
+                f"{self.address} was not connected anew in time; another thread is still trying.",
+                remedy="Look at the peer, or allow more time (timeout_s).",
+                peer=self.address,
+            )
+        try:
             if self._void is not None:
                 raise self._void
             if self._session is None or self._session.error is not None:
-                self._connect()
+                self._connect(deadline)
             assert self._session is not None
             return self._session
+        finally:
+            self._connecting.release()
 
-    def _connect(self) -> None:
+    def _connect(self, deadline: float) -> None:
         engine, config = self._engine, self._engine.config
         now = time.monotonic()
-        deadline = now + config.connect_timeout_s
-        connection = connect(self._target, config, deadline)
+        connection = connect(self._target, config, min(now + config.connect_timeout_s, deadline))
         machine = Handshake(
             role=Role.INITIATOR,
             generation=engine.generation,
             name=engine.name,
             nonce=os.urandom(16),
             now=time.monotonic(),
-            deadline_s=config.handshake_timeout_s,
+            deadline_s=min(config.handshake_timeout_s, max(0.001, deadline - time.monotonic())),
             key=config.key,
             expected_generation=self.generation or None,
             transports=self.wanted,
+            session_kinds=ANSWERING_KINDS,
         )
         session = Session(
             connection,
@@ -169,7 +176,7 @@ class Segment:
             config=config,
         )
         try:
-            established = session.run_handshake(time.monotonic() + config.handshake_timeout_s)
+            established = session.run_handshake(min(time.monotonic() + config.handshake_timeout_s, deadline))
         except BaseException as exc:
             session.reset(PeerClosedError(f"the handshake with {self.address} failed.", peer=self.address))
             if isinstance(exc, PeerRestartedError):
@@ -183,8 +190,7 @@ class Segment:
         self._session = session
         session.join_loop()
         try:
-            answer = session.ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
-            self._take_regions(answer.result(config.handshake_timeout_s, "the question for its regions"))
+            self._ask_regions(session, deadline)
         except BaseException:
             session.reset(PeerClosedError(f"{self.address} did not tell its regions.", peer=self.address))
             raise
@@ -197,6 +203,11 @@ class Segment:
             region_count=len(self.regions),
             elapsed_ms=round((time.monotonic() - now) * 1e3, 2),
         )
+
+    def _ask_regions(self, session: Session, deadline: float) -> None:
+        answer = session.ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
+        timeout_s = min(self._engine.config.handshake_timeout_s, max(0.0, deadline - time.monotonic()))
+        self._take_regions(answer.result(timeout_s, "the question for its regions"))
 
     def _restarted(self, exc: KvxferError) -> PeerRestartedError:
         return PeerRestartedError(
@@ -287,7 +298,7 @@ class Segment:
     # PeerLink.
 
     def _dial(self, deadline: float) -> tuple[socket.socket, int]:
-        session = self.session()
+        session = self.session(deadline)
         token = session.card.get("data_token")
         if not isinstance(token, str):
             raise RemoteProtocolError(f"{self.address} gave no token for data connections.", peer=self.address)
@@ -351,10 +362,10 @@ class Segment:
                 return False
             return endpoint.copy_row(opcode, local, remote, nbytes, there)
 
-    def endpoint_for(self, regions: tuple[RegionDescriptor, ...]) -> Endpoint:
+    def endpoint_for(self, regions: tuple[RegionDescriptor, ...], deadline: float) -> Endpoint:
         """Return the endpoint that reaches all these regions: the first in order of preference."""
         if self._session is None or self._session.error is not None:
-            self.session()
+            self.session(deadline)
         first = self._endpoints[0]
         if len(regions) == 1 and first.unreachable(regions[0]) is None:
             return first
@@ -421,13 +432,28 @@ class Segment:
             self._void = error
             session = self._session
             transfers = list(self._transfers)
-        for endpoint in self._endpoints:
-            endpoint.close(error)
         for transfer in transfers:
             transfer.stop = transfer.stop or error
+        if goodbye:
+            self._give_up(transfers, error)
+        for endpoint in self._endpoints:
+            endpoint.close(error)
         if session is not None and goodbye:
             session.close(goodbye)
         self._engine.forget_segment(self)
+
+    def _give_up(self, transfers: list[Transfer], error: KvxferError) -> None:
+        """End transfers while the peer can still be told to let go of them."""
+        deadline = time.monotonic() + self._engine.config.close_timeout_s / 2
+        for transfer in transfers:
+            if transfer.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                try:
+                    if not transfer.finished:
+                        for endpoint in self._endpoints:
+                            endpoint.abort(transfer, deadline)
+                        transfer.finish(error)
+                finally:
+                    transfer.lock.release()
 
     def abandon(self, error: KvxferError) -> None:
         """In a forked child: close the copies of the descriptors; every later use of the segment, and of the parent's

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, PeerRefusedError, PeerUnreachableError, TransportUnavailableError, UsageError
-from kvxfer.handshake.frames import Frame, FrameKind
+from kvxfer.handshake.frames import ASKING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, locate
@@ -34,6 +34,8 @@ from kvxfer.types import AddressColumn, Opcode, Probe
 
 __all__ = ["Notification", "PeerService"]
 
+NOTIFICATIONS_NBYTES_MAX = 256 << 20
+"""What unread notifications may hold of memory, whatever their number."""
 REFUSAL_NBYTES_MAX = 800
 """How much of a reason fits the answer to a notification."""
 
@@ -67,6 +69,7 @@ class PeerService:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._notifications: deque[Notification] = deque()
+        self._notifications_nbytes = 0
         self._notified = threading.Condition()
         self._log = get_logger(__name__)
 
@@ -77,6 +80,7 @@ class PeerService:
                 self._notified.wait_for(lambda: self._notifications or self._closed, timeout_s)
             found = list(self._notifications)
             self._notifications.clear()
+            self._notifications_nbytes = 0
         return found
 
     def close(self) -> None:
@@ -145,6 +149,7 @@ class PeerService:
                 deadline_s=config.handshake_timeout_s,
                 key=config.key,
                 transports=tuple(self.transports),
+                session_kinds=ASKING_KINDS,
             )
             session = Session(
                 connection,
@@ -249,9 +254,10 @@ class PeerService:
 
     def check_room(self) -> None:
         """Raise UsageError where the queue of notifications is full."""
-        if len(self._notifications) >= self._config.notifications_pending_max:
+        count, nbytes = len(self._notifications), self._notifications_nbytes
+        if count >= self._config.notifications_pending_max or nbytes >= NOTIFICATIONS_NBYTES_MAX:
             raise UsageError(
-                f"{len(self._notifications)} notifications are unread at {self.address}.",
+                f"{count} notifications, {nbytes} bytes, are unread at {self.address}.",
                 remedy="Call notifications() there more often, or raise notifications_pending_max.",
             )
 
@@ -260,6 +266,7 @@ class PeerService:
         with self._notified:
             self.check_room()
             self._notifications.append(Notification(peer, payload))
+            self._notifications_nbytes += len(payload)
             self._notified.notify()
 
     # Inside.

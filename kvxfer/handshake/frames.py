@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
 
 __all__ = [
+    "ANSWERING_KINDS",
+    "ASKING_KINDS",
     "BODY_NBYTES_MAX",
     "HANDSHAKE_KINDS",
     "HEADER",
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 MAGIC = b"\x93kvxfer\n"
-"""Neither ASCII nor UTF-8, and as Mooncake's little-endian length far beyond its limit (ARCHITECTURE section 9)."""
+"""Neither ASCII nor UTF-8, and as a little-endian length, as other dialects begin, far beyond any limit."""
 
 HEADER = struct.Struct("!IBBH")
 RESEND = 0x01
@@ -92,6 +94,12 @@ BODY_NBYTES_MAX: Mapping[FrameKind, int] = {
 }
 HANDSHAKE_KINDS = frozenset(kind for kind in FrameKind if kind < FrameKind.PING)
 SESSION_KINDS = frozenset(kind for kind in FrameKind if FrameKind.PING <= kind < FrameKind.ATTACH)
+ASKING_KINDS = frozenset(
+    {FrameKind.PING, FrameKind.PONG, FrameKind.REGIONS_GET, FrameKind.REVOKED, FrameKind.NOTIFY, FrameKind.ABORT}
+)
+"""What the side that opened a session sends."""
+ANSWERING_KINDS = (SESSION_KINDS - ASKING_KINDS) | {FrameKind.PING, FrameKind.PONG}
+"""What the side that was opened sends: the large ones are among these, so nobody can make it keep one."""
 
 UNREAD_NBYTES_MAX = HEADER.size + max(BODY_NBYTES_MAX.values()) + MIB
 """Whoever feeds more than this without taking frames out has forgotten to."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import hmac
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from kvxfer.errors import (
@@ -126,6 +126,7 @@ class Handshake:
         expected_generation: str | None = None,
         versions: tuple[int, int] = (1, 1),
         transports: Sequence[str],
+        session_kinds: Collection[FrameKind] = SESSION_KINDS,
     ) -> None:
         self.state = State.WAIT_HELLO
         self.peer: PeerIdentity | None = None
@@ -147,6 +148,7 @@ class Handshake:
         self._now = now
         self._events: deque[Event] = deque()
         self._decoder = FrameDecoder(kinds=HANDSHAKE_KINDS)
+        self._session_kinds = frozenset(session_kinds)
         self._seen: set[FrameKind] = set()
         self._early: dict[FrameKind, Frame] = {}
         self._sent: dict[FrameKind, bytes] = {}  # bodies
@@ -315,7 +317,7 @@ class Handshake:
 
     def _establish(self) -> State:
         assert self.peer is not None
-        self._decoder.kinds = HANDSHAKE_KINDS | SESSION_KINDS
+        self._decoder.kinds = HANDSHAKE_KINDS | self._session_kinds
         self._events.append(Established(self.peer, self._transport, dict(self._passed_over)))
         return State.ESTABLISHED
 

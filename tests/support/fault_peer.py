@@ -345,6 +345,7 @@ class FakePeer:
                 elif isinstance(event, TransportChosen):
                     machine.local_ready(event.transport)
                 elif isinstance(event, Failed | PeerClosed):
+                    connection.sendall(machine.data_to_send())  # the reason
                     return
                 frame = getattr(event, "frame", None)
                 if frame is not None:
