@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvxfer.errors import ConfigError
 
-__all__ = ["HostPort", "choose_advertised_host", "format_host_port", "parse_host_port"]
+__all__ = ["HostPort", "choose_advertised_host", "format_host_port", "is_wildcard", "parse_host_port"]
 
 EXAMPLES = "Write it as 192.0.2.10:41234, [2001:db8::1]:41234, [fe80::1%eth0]:41234 or name.example:41234."
 
@@ -75,7 +75,9 @@ def choose_advertised_host(
     if default_route_host and not _is_useless(default_route_host):
         return default_route_host, "the source address of the default route", []
     same_family = [(name, host) for name, host in interfaces if _is_concrete(host, address.version)]
-    good = [(name, host) for name, host in same_family if not _is_useless(host) and not _is_bridge(name)]
+    good = _usable(same_family)
+    if not good and address.version == 6:  # "::" listens on IPv4 as well: better than an IPv6 address of no use
+        good = _usable([(name, host) for name, host in interfaces if _is_concrete(host, 4)])
     if good:
         warnings = []
         if len({host for _, host in good}) > 1:
@@ -92,8 +94,18 @@ def choose_advertised_host(
     return loopback, "this host has no other address", ["only peers on this host can reach a loopback address."]
 
 
+def _usable(interfaces: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(name, host) for name, host in interfaces if not _is_useless(host) and not _is_bridge(name)]
+
+
 def _refuse(text: object, reason: str) -> ConfigError:
     return ConfigError(f"{text!r} is not an address of a peer: {reason}.", remedy=EXAMPLES, value=text)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether the host means all addresses."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError
-from kvxfer.transports.base import Endpoint, Transfer
+from kvxfer.transports.base import Endpoint, Transfer, is_owned
+from kvxfer.types import Opcode
 
 if TYPE_CHECKING:
     from kvxfer.segment import Segment
@@ -37,7 +38,7 @@ class TransferBatch:
         self, segment: Segment, endpoint: Endpoint, transfer: Transfer, started: float, deadline: float
     ) -> None:
         self.segment = segment
-        self._endpoint = endpoint
+        self._endpoint = transfer.endpoint = endpoint
         self._transfer = transfer
         self._started = started
         self._deadline = transfer.deadline = deadline
@@ -100,11 +101,13 @@ class TransferBatch:
     def poll(self) -> bool:
         """Move the batch as far as that does not block; whether it has ended. Never raises the error it ended with."""
         transfer = self._transfer
-        if not transfer.finished and transfer.lock.acquire(blocking=False):
-            try:
+        try:
+            if not transfer.finished and transfer.lock.acquire(blocking=False):
                 self._advance(0.0, self._deadline)
-            finally:
                 transfer.lock.release()
+        except BaseException as exc:
+            self._let_go(exc)
+            raise
         return transfer.finished
 
     def wait(self, timeout_s: float | None = None) -> TransferBatch:
@@ -123,17 +126,15 @@ class TransferBatch:
                 while not transfer.finished:
                     left = deadline - time.monotonic()
                     if transfer.lock.acquire(timeout=min(LOOK_S, left) if left > 0.0 else LOOK_S):
-                        try:
-                            self._advance(deadline, deadline)
-                        finally:
-                            transfer.lock.release()
+                        self._advance(deadline, deadline)
+                        transfer.lock.release()
                     elif left <= 0.0:
                         transfer.stop = transfer.stop or self._timeout_error()
             except BaseException as exc:
                 self._let_go(exc)
                 raise
         if transfer.error is not None:
-            raise transfer.error
+            raise transfer.error.with_traceback(None)  # a stored error would grow by these frames at each call
         return self
 
     def cancel(self) -> None:
@@ -155,9 +156,9 @@ class TransferBatch:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, self.wait)
         except asyncio.CancelledError:
-            self._transfer.stop = self._transfer.stop or TransferCancelledError(
-                f"{self}: the task that awaited it ended."
-            )
+            transfer = self._transfer
+            transfer.stop = transfer.stop or TransferCancelledError(f"{self}: the task that awaited it ended.")
+            self.poll()  # ends it here if no thread has taken it up; else that thread does, within a tick
             raise
 
     def _advance(self, until: float, deadline: float) -> None:
@@ -178,12 +179,14 @@ class TransferBatch:
                 self._fail(self._timeout_error())
 
     def _let_go(self, cause: BaseException) -> None:
-        """Ctrl-C between two moves: give the batch up, unless another thread moves it."""
+        """Ctrl-C anywhere on the way: give the batch up and unlock it, unless another thread moves it."""
         transfer = self._transfer
-        if not transfer.finished and transfer.lock.acquire(blocking=False):
-            try:
-                self._give_up(cause)
-            finally:
+        if not is_owned(transfer.lock) and not transfer.lock.acquire(blocking=False):
+            return
+        try:
+            self._give_up(cause)
+        finally:
+            while is_owned(transfer.lock):
                 transfer.lock.release()
 
     def _give_up(self, cause: BaseException) -> None:
@@ -209,7 +212,7 @@ class TransferBatch:
         )
 
     def __str__(self) -> str:
-        direction = "to" if self._transfer.opcode == 1 else "from"
+        direction = "to" if self._transfer.opcode is Opcode.WRITE else "from"
         return (
             f"{self._transfer.opcode.name} of {self.row_count} rows, {self.nbytes} bytes, "
             f"{direction} {self.segment.address} over {self.transport}"
@@ -231,7 +234,7 @@ def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> No
         raise
     for batch in batches:
         if batch.exception is not None:
-            raise batch.exception
+            raise batch.exception.with_traceback(None)
 
 
 def _move_all(running: list[TransferBatch], deadline: float | None) -> None:
@@ -243,6 +246,7 @@ def _move_all(running: list[TransferBatch], deadline: float | None) -> None:
         if deadline is not None and time.monotonic() >= deadline:
             for batch in running:
                 batch._transfer.stop = batch._transfer.stop or batch._timeout_error()
+            _wait_for_any(running)
         elif sum(batch._transfer.nbytes_moved for batch in running) == moved_before:
             _wait_for_any(running)
 

@@ -47,8 +47,8 @@ class ListenerOwner(Protocol):
 
     generation: str
 
-    def accept_control(self, connection: socket.socket, label: str) -> Session | None:
-        """Return a session for a new control connection, or None where there are too many."""
+    def accept_control(self, connection: socket.socket, label: str) -> Session:
+        """Return a session for a new control connection; raises KvxferError to refuse it."""
 
     def accept_data(self, token: str) -> tuple[int, Callable[[socket.socket], None]]:
         """Take on a data connection that shows `token`: its number, and what begins to serve it once the peer has been
@@ -107,8 +107,11 @@ class Listener:
         """Give a connection that has shown what it is to who serves it."""
         connection = arrival.hand_off()
         if data[KIND_AT] != FrameKind.ATTACH:
-            session = self._owner.accept_control(connection, arrival.label)
-            if session is None:
+            try:
+                session = self._owner.accept_control(connection, arrival.label)
+            except KvxferError as error:
+                with contextlib.suppress(OSError):
+                    connection.send(_refusal(error), socket.MSG_NOSIGNAL)
                 connection.close()
             else:
                 session.begin(data)
@@ -163,8 +166,13 @@ class Listener:
             number, serve = self._owner.accept_data(token)
             return MAGIC + encode_json(FrameKind.ATTACHED, {"number": number}), serve
         except KvxferError as error:
-            fields = {"code": type(error).__name__, "message": error.message, "remedy": error.remedy}
-            return MAGIC + encode_json(FrameKind.ERROR, fields), None
+            return _refusal(error), None
+
+
+def _refusal(error: KvxferError) -> bytes:
+    """Return what a connection is told that is not served."""
+    fields = {"code": type(error).__name__, "message": error.message, "remedy": error.remedy}
+    return MAGIC + encode_json(FrameKind.ERROR, fields)
 
 
 class _Arrival:
@@ -263,7 +271,7 @@ def connect(target: HostPort, config: EngineConfig, deadline: float) -> socket.s
                 peer=label,
                 errno=last.errno,
                 elapsed_s=now - started,
-            ) from last
+            ) from None
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * 2, 0.25)
 

@@ -15,16 +15,20 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvxfer.addresses import choose_advertised_host, format_host_port, parse_host_port
+from kvxfer.addresses import choose_advertised_host, format_host_port, is_wildcard, parse_host_port
 from kvxfer.batch import TransferBatch, wait_all
-from kvxfer.config import EngineConfig
+from kvxfer.config import TRANSPORT_NAMES, EngineConfig
 from kvxfer.control import Listener
 from kvxfer.errors import (
     ClosedError,
+    ConfigError,
     ForkedError,
     KvxferError,
+    MemoryArgumentError,
     PeerRestartedError,
+    PeerUnreachableError,
     RegionBusyError,
+    TransferCancelledError,
     TransportUnavailableError,
     UsageError,
 )
@@ -36,6 +40,7 @@ from kvxfer.memory.shared import SharedMemory
 from kvxfer.planning import Addresses, block_addresses, plan
 from kvxfer.segment import Segment
 from kvxfer.serving import Notification, PeerService
+from kvxfer.system.calls import is_readable
 from kvxfer.transports import TRANSPORTS
 from kvxfer.transports.base import Transport
 from kvxfer.transports.loop import Loop
@@ -46,6 +51,9 @@ from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
 __all__ = ["TransferEngine"]
 
 
+NAME_LENGTH_MAX = 1024
+REAP_S = 1.0
+"""How often idle streams and batches that nobody moves are looked for, while there are segments."""
 ROW_NBYTES = 64 << 10
 """One row up to this is worth the shortest way: about 5 us of copying under the region table's guard."""
 
@@ -71,10 +79,11 @@ class TransferEngine:
         self._segments: dict[tuple[str, tuple[str, ...]], Segment] = {}
         self._opening: dict[tuple[str, tuple[str, ...]], _Opening] = {}
         self._retired: set[int] = set()
+        self._unregistering: set[int] = set()
         self._log = get_logger(__name__)
         self.loop = Loop("kvxfer-control")
         self.service = PeerService(config, self.generation, self._table, self.loop)
-        self._reaper = _Reaper(self.loop, config.tcp_idle_timeout_s / 2, self._reap)
+        self._reaper = _Reaper(self.loop, min(REAP_S, config.tcp_idle_timeout_s / 2), self._reap)
         self._transports, self._refusals = self.service.transports, self.service.refusals
         try:
             self._listener = Listener(config, self.loop, self.service)
@@ -82,6 +91,8 @@ class TransferEngine:
             self.name = self.service.name = config.name or self.address
             self._open_transports()
         except BaseException:
+            for transport in self._transports.values():
+                transport.close()
             self.loop.start()
             self.loop.close(config.close_timeout_s)
             if hasattr(self, "_listener"):
@@ -93,6 +104,10 @@ class TransferEngine:
         self._log.info("engine.started", address=self.address, transports=list(self._transports))
 
     # Life.
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed is not None else ", ".join(self._transports)
+        return f"<TransferEngine {self.address}: {state}>"
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -113,7 +128,7 @@ class TransferEngine:
             if self._closed is not None:
                 return
             self._closed = ClosedError("the engine was closed.", remedy="Make a new TransferEngine.")
-            segments = list(self._segments.values())
+            segments = [*self._segments.values(), *(opening.segment for opening in self._opening.values())]
         for segment in segments:
             segment.close()
         self.service.close()
@@ -143,7 +158,8 @@ class TransferEngine:
         Raises AllocationError where there is not so much memory.
         """
         self._check()
-        memory = SharedMemory(nbytes, label=f"kvxfer:{name or 'pool'}")
+        _check_rights(rights, name)
+        memory = SharedMemory(nbytes, label="kvxfer")
         shm = self._transports.get("shm")
         if isinstance(shm, ShmTransport):
             shm.share(memory)
@@ -167,7 +183,11 @@ class TransferEngine:
         Raises MemoryArgumentError, RegionOverlapError, or UsageError for a name or rights that do not fit.
         """
         self._check()
-        return self._register(buffer_view(memory), name, rights)
+        _check_rights(rights, name)
+        view = buffer_view(memory)
+        if view.kind == "address":
+            _check_mapped(view)
+        return self._register(view, name, rights)
 
     def unregister(self, region: Region) -> None:
         """Take a region back. When this returns no peer reads or writes it any more, and none can begin to.
@@ -178,17 +198,30 @@ class TransferEngine:
         did not let go in time (call again; no new transfer can begin); ClosedError if it is unregistered already.
         """
         self._check()
+        if not isinstance(region, Region) or not self._table.owns(region):
+            raise UsageError(
+                f"{region!s:.120} is not a region of this engine.",
+                remedy="Pass what this engine's register or allocate returned.",
+            )
+        with self._lock:
+            if region.region_id in self._unregistering:
+                raise RegionBusyError(
+                    f"{region} is being unregistered by another call.",
+                    remedy="Wait for that call.",
+                    region_id=region.region_id,
+                )
+            self._unregistering.add(region.region_id)
         try:
-            is_last = self._table.retire(region.region_id)
-        except RegionBusyError:
-            raise
-        except ClosedError:
-            if region.region_id not in self._retired:
-                raise
-            is_last = True
-        if not is_last:
-            return
-        self._retired.add(region.region_id)
+            self._unregister(region)
+        finally:
+            with self._lock:
+                self._unregistering.discard(region.region_id)
+
+    def _unregister(self, region: Region) -> None:
+        if region.region_id not in self._retired:
+            if not self._table.retire(region.region_id):
+                return
+            self._retired.add(region.region_id)
         deadline = time.monotonic() + self.config.unregister_timeout_s
         holders = self.service.take_back(region, deadline)
         if not self._table.wait_idle(region, max(0.0, deadline - time.monotonic())):
@@ -237,7 +270,7 @@ class TransferEngine:
             opening = self._opening.get(key)
             is_leader = segment is None and opening is None
             if is_leader:
-                opening = self._opening[key] = _Opening()
+                opening = self._opening[key] = _Opening(Segment(self, self._table, target, tuple(wanted)))
         if segment is not None:
             try:
                 segment.session()
@@ -247,17 +280,17 @@ class TransferEngine:
         assert opening is not None
         if is_leader:
             try:
-                segment = Segment(self, self._table, target, tuple(wanted))
-                segment.session()
-                opening.segment = segment
-            except BaseException as exc:
+                opening.segment.session()
+                opening.is_open = True
+            except KvxferError as exc:
                 opening.error = exc
-            with self._lock:
-                del self._opening[key]
-                if opening.segment is not None:
-                    self._segments[key] = opening.segment
+            finally:
+                with self._lock:
+                    del self._opening[key]
+                    if opening.is_open and opening.segment.is_open:
+                        self._segments[key] = opening.segment
+                opening.is_over.set()
             self._reaper.start()
-            opening.is_over.set()
         return opening.result()
 
     # Transfers.
@@ -340,6 +373,7 @@ class TransferEngine:
 
         Block i of a region is its bytes [i * block_nbytes, (i + 1) * block_nbytes).
         """
+        _check_local(src_region)
         there = segment.region(dst_region) if isinstance(dst_region, str) else dst_region
         local = block_addresses("src_ids", src_region, src_ids, block_nbytes)
         remote = block_addresses("dst_ids", there, dst_ids, block_nbytes)
@@ -358,6 +392,7 @@ class TransferEngine:
         timeout_s: float | None = None,
     ) -> None:
         """Read blocks of a peer's region into blocks of a local region, by block number, and wait."""
+        _check_local(dst_region)
         there = segment.region(src_region) if isinstance(src_region, str) else src_region
         local = block_addresses("dst_ids", dst_region, dst_ids, block_nbytes)
         remote = block_addresses("src_ids", there, src_ids, block_nbytes)
@@ -384,7 +419,7 @@ class TransferEngine:
 
     def is_default_order(self, transports: tuple[str, ...]) -> bool:
         """Whether these transports are nobody's explicit choice, so that passing one over is not worth a warning."""
-        return transports == EngineConfig().transports
+        return transports == TRANSPORT_NAMES
 
     def _reap(self, now: float) -> bool:
         """Close what is idle; whether there are segments at all."""
@@ -403,12 +438,12 @@ class TransferEngine:
 
     def _check(self) -> None:
         if self._closed is not None:
-            raise self._closed
+            raise self._closed.with_traceback(None)
 
     def _advertise(self) -> str:
         config = self.config
         if config.advertise_host:
-            return format_host_port(config.advertise_host, self._listener.port)
+            return _advertised(config.advertise_host, self._listener.port)
         host, reason, warnings = choose_advertised_host(
             config.host, list_interfaces(), default_route_host(self._listener.family)
         )
@@ -418,7 +453,7 @@ class TransferEngine:
 
     def _open_transports(self) -> None:
         makers: dict[str, Callable[[], Transport]] = {
-            "shm": lambda: ShmTransport(self.config, self.loop),
+            "shm": lambda: ShmTransport(self.config, self.loop, self.generation),
             "tcp": lambda: TcpTransport(self.config, self.service),
         }
         for name in self.config.transports:
@@ -466,6 +501,8 @@ class TransferEngine:
             and type(nbytes) is int
             and nbytes <= ROW_NBYTES
             and self._closed is None
+            and isinstance(segment, Segment)
+            and segment.engine is self
             and segment.copy_row(opcode, local, remote, nbytes)
         )
 
@@ -480,13 +517,29 @@ class TransferEngine:
         timeout_s: float | None,
     ) -> TransferBatch:
         self._check()
+        if not isinstance(segment, Segment):
+            raise UsageError(
+                f"the segment is a {type(segment).__name__}.", remedy="Pass what open_segment returned, first of all."
+            )
+        if segment.engine is not self:
+            raise UsageError(
+                f"the segment {segment.address} was opened by another engine of this process.",
+                remedy="Use the engine that opened it, or open the address with this one.",
+            )
         if notify is not None:
             _check_notify(notify, self.config.notify_nbytes_max)
         started = time.monotonic()
         deadline = started + (self.config.transfer_timeout_s if timeout_s is None else timeout_s)
         transfer, endpoint = plan(self._table, opcode, segment, local, remote, nbytes, notify, deadline)
-        batch = TransferBatch(segment, endpoint, transfer, started, deadline)
-        batch.start()
+        try:
+            batch = TransferBatch(segment, endpoint, transfer, started, deadline)
+            batch.start()
+        except BaseException as exc:  # Ctrl-C before anybody has the batch
+            if not transfer.finished:
+                with transfer.lock:
+                    endpoint.abort(transfer, 0.0)
+                    transfer.finish(TransferCancelledError(f"the submit was interrupted: {exc!r}."))
+            raise
         return batch
 
     def _abandon(self) -> None:
@@ -504,10 +557,62 @@ class TransferEngine:
             self.service.abandon()
             for segment in self._segments.values():
                 segment.abandon(self._closed)
-            tcp = self._transports.get("tcp")
-            if isinstance(tcp, TcpTransport):
-                tcp.service.abandon()
+            for transport in self._transports.values():
+                transport.abandon()
+            for memory in self._allocated.values():
+                memory.close()
             self.loop.abandon()
+
+
+def _advertised(host: str, port: int) -> str:
+    """Return the address told to peers; raises ConfigError for a host that no peer could use."""
+    text = format_host_port(host, port)
+    try:
+        if parse_host_port(text).host == host and not is_wildcard(host):
+            return text
+    except ConfigError:
+        pass
+    raise ConfigError(
+        f"advertise_host is {host!r}; peers are told it as their way here.",
+        remedy="Use a name, or an address such as 192.0.2.10 or 2001:db8::1: no brackets, no port, no wildcard.",
+        setting="advertise_host",
+        value=host,
+    )
+
+
+def _check_rights(rights: object, name: object) -> None:
+    if not isinstance(rights, Rights):
+        raise UsageError(
+            f"rights is {rights!r}.",
+            remedy="Use kvxfer.Rights.NONE, REMOTE_READ, REMOTE_WRITE or ALL.",
+            rights=repr(rights),
+        )
+    if not isinstance(name, str) or len(name) > NAME_LENGTH_MAX or not (name.isprintable() or not name):
+        raise UsageError(
+            f"name is {name!r:.80}.",
+            remedy=f"Use printable text of at most {NAME_LENGTH_MAX} characters.",
+            name=repr(name),
+        )
+
+
+def _check_local(region: object) -> None:
+    if not isinstance(region, Region):
+        raise UsageError(
+            f"the local region is a {type(region).__name__}.",
+            remedy="Pass the Region that register or allocate returned; only the peer's region may be given by name.",
+        )
+
+
+def _check_mapped(view: BufferView) -> None:
+    """Raise MemoryArgumentError where an address given as numbers is none of this process: copying would kill it."""
+    for address in (view.address, view.end - 1):
+        if not is_readable(address):
+            raise MemoryArgumentError(
+                f"({view.address:#x}, {view.nbytes}): there is no memory at {address:#x} in this process.",
+                remedy="Check the address and the size; register memory before it is freed.",
+                address=view.address,
+                nbytes=view.nbytes,
+            )
 
 
 def _check_notify(notify: bytes, nbytes_max: int) -> None:
@@ -561,17 +666,22 @@ class _Reaper:
 class _Opening:
     """One connection attempt, and everybody who waits for it: all get the same segment or the same error."""
 
-    def __init__(self) -> None:
+    def __init__(self, segment: Segment) -> None:
         self.is_over = threading.Event()
-        self.segment: Segment | None = None
-        self.error: BaseException | None = None
+        self.segment = segment
+        self.is_open = False
+        self.error: KvxferError | None = None
 
     def result(self) -> Segment:
         """Wait for the end; return the segment or raise why there is none."""
         self.is_over.wait()
         if self.error is not None:
             raise self.error
-        assert self.segment is not None
+        if not self.is_open:
+            address = self.segment.address
+            raise PeerUnreachableError(
+                f"the thread that connected to {address} was interrupted.", remedy="Open it again.", peer=address
+            )
         return self.segment
 
 
@@ -589,5 +699,7 @@ def _abandon_engines() -> None:
         engine._abandon()
 
 
-atexit.register(_close_engines)
+# Before Python waits for the threads that are no daemons, not after: one that waits for a batch ends that way. What
+# concurrent.futures uses for the same reason; where it is missing, atexit has to do.
+getattr(threading, "_register_atexit", atexit.register)(_close_engines)
 os.register_at_fork(after_in_child=_abandon_engines)

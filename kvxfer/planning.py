@@ -6,6 +6,7 @@ are not known yet, joins adjacent rows. Next: `batch.TransferBatch.start`, then 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvxfer.memory import Region, RegionTable, as_columns, coalesce, distinct, l
 from kvxfer.remote_table import RemoteTable
 from kvxfer.segment import Segment
 from kvxfer.transports.base import Endpoint, Transfer
-from kvxfer.types import AddressColumn, Opcode, RegionDescriptor, Rights
+from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
 
 __all__ = ["Addresses", "access_denied", "block_addresses", "plan"]
 
@@ -100,11 +101,12 @@ def _plan_rows(
                     rows=(row,),
                 )
     segment.raise_if_void()
-    try:
-        remote_table = segment.table
+    remote_table = segment.table
+    there: npt.NDArray[np.intp] | None = None
+    with contextlib.suppress(NotRegisteredError):  # the peer may have registered it meanwhile: ask, then judge
         there = _locate_there(columns[1], columns[2], remote_table, segment)
-    except NotRegisteredError:
-        segment.refresh(deadline)  # the peer may have registered it meanwhile
+    if there is None:
+        segment.refresh(deadline)
         remote_table = segment.table
         there = _locate_there(columns[1], columns[2], remote_table, segment)
     touched = distinct(there, len(remote_table.regions))
@@ -138,7 +140,7 @@ def access_denied(opcode: Opcode, row: int, region: Region | RegionDescriptor, w
     """Return the error for a row whose region does not have the right."""
     return AccessDeniedError(
         f"row {row}: {region} of {where} does not allow a {opcode.name}; its rights are {region.rights}.",
-        remedy=f"Let the owner register it with the right (rights={Rights.ALL!r}), or use another region.",
+        remedy="Let the owner register it with the right (rights=kvxfer.Rights.ALL), or use another region.",
         row=row,
         rows=(row,),
     )

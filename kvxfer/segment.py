@@ -27,6 +27,7 @@ from kvxfer.errors import (
     PeerUnreachableError,
     RemoteAccessError,
     RemoteProtocolError,
+    TransferTimeoutError,
     TransportUnavailableError,
 )
 from kvxfer.handshake.bodies import clean
@@ -53,7 +54,7 @@ class Segment:
     def __init__(
         self, engine: TransferEngine, table: RegionTable, target: HostPort, transports: tuple[str, ...]
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._local_table = table
         self._target = target
         self.address = format_host_port(target.host, target.port)
@@ -73,7 +74,6 @@ class Segment:
         self._revocations: list[_Revocation] = []
         self._revoked: set[int] = set()
         self._void: KvxferError | None = None
-        self._lost: KvxferError | None = None
 
     # What a user sees.
 
@@ -142,7 +142,7 @@ class Segment:
             )
         try:
             if self._void is not None:
-                raise self._void
+                raise self._void.with_traceback(None)
             if self._session is None or self._session.error is not None:
                 self._connect(deadline)
             assert self._session is not None
@@ -151,9 +151,17 @@ class Segment:
             self._connecting.release()
 
     def _connect(self, deadline: float) -> None:
-        engine, config = self._engine, self._engine.config
+        engine, config = self.engine, self.engine.config
         now = time.monotonic()
-        connection = connect(self._target, config, min(now + config.connect_timeout_s, deadline))
+        lost = self._session.error if self._session is not None else None
+        try:
+            connection = connect(self._target, config, min(now + config.connect_timeout_s, deadline))
+        except PeerUnreachableError as exc:
+            if lost is None:
+                raise
+            raise PeerUnreachableError(
+                f"{lost.message} Since then {exc.message}", remedy=exc.remedy, **exc.values
+            ) from None
         machine = Handshake(
             role=Role.INITIATOR,
             generation=engine.generation,
@@ -175,22 +183,36 @@ class Segment:
             is_initiator=True,
             config=config,
         )
+        before = self._endpoints
         try:
             established = session.run_handshake(min(time.monotonic() + config.handshake_timeout_s, deadline))
         except BaseException as exc:
-            session.reset(PeerClosedError(f"the handshake with {self.address} failed.", peer=self.address))
+            failed = PeerClosedError(f"the handshake with {self.address} failed.", peer=self.address)
+            session.reset(failed)
+            for endpoint in self._endpoints:
+                if endpoint not in before:
+                    endpoint.close(failed)
+            if isinstance(exc, KvxferError):
+                exc = self._located(exc)
             if isinstance(exc, PeerRestartedError):
                 self._make_void(self._restarted(exc))
                 raise self._void or exc from exc
-            raise
-        self._lost = None
-        self.generation = session.generation
-        self.name = established.peer.name
-        self.passed_over = dict(established.passed_over)
-        self._session = session
+            raise exc
+        with self._lock:
+            if self._void is None:
+                self.generation = session.generation
+                self.name = established.peer.name
+                self.passed_over = dict(established.passed_over)
+                self._session = session
+        if self._void is not None:  # closed while it was being connected
+            session.close("segment closed")
+            for endpoint in self._endpoints:
+                endpoint.close(self._void)
+            raise self._void.with_traceback(None)
         session.join_loop()
         try:
             self._ask_regions(session, deadline)
+            self.raise_if_void()
         except BaseException:
             session.reset(PeerClosedError(f"{self.address} did not tell its regions.", peer=self.address))
             raise
@@ -206,8 +228,15 @@ class Segment:
 
     def _ask_regions(self, session: Session, deadline: float) -> None:
         answer = session.ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
-        timeout_s = min(self._engine.config.handshake_timeout_s, max(0.0, deadline - time.monotonic()))
+        timeout_s = min(self.engine.config.handshake_timeout_s, max(0.0, deadline - time.monotonic()))
         self._take_regions(answer.result(timeout_s, "the question for its regions"))
+
+    def _located(self, error: KvxferError) -> KvxferError:
+        """Return an error of the handshake with the peer's address in it: the machine knows no address."""
+        if error.values.get("peer"):
+            return error
+        values = {name: value for name, value in error.values.items() if name != "peer"}
+        return type(error)(f"{self.address}: {error.message}", remedy=error.remedy, **values, peer=self.address)
 
     def _restarted(self, exc: KvxferError) -> PeerRestartedError:
         return PeerRestartedError(
@@ -218,15 +247,32 @@ class Segment:
         )
 
     def reap(self, now: float) -> None:
-        """Close connections that have been idle for too long."""
+        """Close connections that have been idle for too long; end batches whose deadline has passed and whom nobody
+        moves: they would pin memory on both sides for ever."""
         for endpoint in self._endpoints:
             endpoint.reap(now)
+        with self._lock:
+            late = [transfer for transfer in self._transfers if now >= transfer.deadline]
+        for transfer in late:
+            if transfer.lock.acquire(blocking=False):
+                try:
+                    if not transfer.finished and transfer.endpoint is not None:
+                        transfer.endpoint.abort(transfer, 0.0)
+                        transfer.finish(
+                            TransferTimeoutError(
+                                f"a batch to {self.address} passed its deadline while nobody moved it.",
+                                remedy="A batch moves while somebody waits for it, polls it or awaits it.",
+                                peer=self.address,
+                            )
+                        )
+                finally:
+                    transfer.lock.release()
 
     # SessionOwner.
 
     def card_for_peer(self, session: Session) -> dict[str, Any]:
         """For the session: what the peer is told of this engine."""
-        return self._engine.service.card_for_peer(session)
+        return self.engine.service.card_for_peer(session)
 
     def choose(self, session: Session, card: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         """Try the wanted transports in order; the first that works is in use, later ones stay in reserve."""
@@ -238,13 +284,13 @@ class Segment:
         # Streams of tcp outlive the control connection; shm's endpoint was closed with it.
         old = {endpoint.transport: endpoint for endpoint in self._endpoints if not endpoint.is_closed}
         opened: list[Endpoint] = []
-        deadline = time.monotonic() + self._engine.config.handshake_timeout_s / 2
+        deadline = time.monotonic() + self.engine.config.handshake_timeout_s / 2
         link = PeerLink(self.address, session.generation, self._dial, self._hang_up, self._deliver)
         for name in self.wanted:
             if opened and name != "tcp":
                 continue  # in reserve is only what costs nothing to hold and reaches every region
             try:
-                transport = self._engine.transport(name)
+                transport = self.engine.transport(name)
                 if name not in offers:
                     reasons[name] = _not_offered(name, card)
                     continue
@@ -289,8 +335,11 @@ class Segment:
         if session is not self._session:
             return
         get_logger(__name__).info("segment.disconnected", peer=self.address, error=str(error))
-        self._lost = error
         dead = isinstance(error, PeerUnreachableError)
+        with self._lock:
+            for transfer in self._transfers:  # a copy that runs stops at the next window
+                if transfer.endpoint is not None and (transfer.endpoint.transport == "shm" or dead):
+                    transfer.stop = transfer.stop or error
         for endpoint in self._endpoints:
             if endpoint.transport == "shm" or dead:
                 endpoint.close(error)
@@ -302,7 +351,7 @@ class Segment:
         token = session.card.get("data_token")
         if not isinstance(token, str):
             raise RemoteProtocolError(f"{self.address} gave no token for data connections.", peer=self.address)
-        return dial_data(self._target, self._engine.config, deadline, token=token, generation=self.generation)
+        return dial_data(self._target, self.engine.config, deadline, token=token, generation=self.generation)
 
     def _hang_up(self, number: int, deadline: float) -> bool:
         session = self._session
@@ -315,7 +364,10 @@ class Segment:
             return False
 
     def _deliver(self, payload: bytes) -> Pending:
-        return self.session().ask(FrameKind.NOTIFY, FrameKind.NOTIFY_ACK, payload)
+        session = self._session
+        if session is None:
+            raise PeerClosedError(f"{self.address} is not connected.", peer=self.address)
+        return session.ask(FrameKind.NOTIFY, FrameKind.NOTIFY_ACK, payload)  # raises why, if the session is over
 
     # Transfers.
 
@@ -323,18 +375,23 @@ class Segment:
         """Take a transfer on, pin what it uses here; False where the peer's regions have changed since `table`, so that
         its rows must be checked anew."""
         self._local_table.acquire(transfer.used, "local")
-        with self._lock:
-            if table is self.table and self._void is None:
-                self._transfers.add(transfer)
-                return True
-        self._local_table.release(transfer.used, "local")
+        try:
+            with self._lock:
+                if table is self.table and self._void is None:
+                    self._transfers.add(transfer)
+                    return True
+        finally:
+            if transfer not in self._transfers:
+                self._local_table.release(transfer.used, "local")
         self.raise_if_void()
         return False
 
     def end(self, transfer: Transfer) -> None:
-        """A transfer has ended, one way or the other."""
-        self._local_table.release(transfer.used, "local")
+        """A transfer has ended, one way or the other. A second call does nothing: an interrupted first is repeated."""
         with self._lock:
+            if transfer not in self._transfers:
+                return
+            self._local_table.release(transfer.used, "local")
             self._transfers.discard(transfer)
             if not self._revocations:
                 return
@@ -385,7 +442,7 @@ class Segment:
     def raise_if_void(self) -> None:
         """Raise why the segment cannot be used any more, if so."""
         if self._void is not None:
-            raise self._void
+            raise self._void.with_traceback(None)
 
     def _take_regions(self, body: Mapping[str, Any]) -> None:
         version, regions = parse_regions(body, self.address)
@@ -440,11 +497,11 @@ class Segment:
             endpoint.close(error)
         if session is not None and goodbye:
             session.close(goodbye)
-        self._engine.forget_segment(self)
+        self.engine.forget_segment(self)
 
     def _give_up(self, transfers: list[Transfer], error: KvxferError) -> None:
         """End transfers while the peer can still be told to let go of them."""
-        deadline = time.monotonic() + self._engine.config.close_timeout_s / 2
+        deadline = time.monotonic() + self.engine.config.close_timeout_s / 2
         for transfer in transfers:
             if transfer.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 try:

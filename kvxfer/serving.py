@@ -29,6 +29,7 @@ from kvxfer.planning import access_denied
 from kvxfer.session import Pending, Session, split_number
 from kvxfer.transports.base import Transport
 from kvxfer.transports.loop import Loop
+from kvxfer.transports.shm import ShmTransport
 from kvxfer.transports.tcp import TcpTransport
 from kvxfer.types import AddressColumn, Opcode, Probe
 
@@ -121,7 +122,20 @@ class PeerService:
                 until = deadline if copies else told_until
                 if not pending.wait(until - time.monotonic()) and copies:
                     holders.append(self._peer_address(session))
-        return holders
+        return holders + self._wait_for_strays(deadline)
+
+    def _wait_for_strays(self, deadline: float) -> list[str]:
+        """Wait until no process that has lost its session may still copy; return those that may at the deadline: a peer
+        that was stopped goes on with its copy when it is continued, until it has found its session gone."""
+        shm = self.transports.get("shm")
+        while isinstance(shm, ShmTransport):
+            with self._lock:
+                live = {session.generation for session in self._sessions.values()}
+            strays = shm.holders(live)
+            if not strays or time.monotonic() >= deadline:
+                return strays
+            time.sleep(0.005)
+        return []
 
     def card_for_peer(self, session: Session) -> dict[str, Any]:
         """Return what an authenticated peer is told of this engine."""
@@ -133,13 +147,18 @@ class PeerService:
             "passed_over": {name: probe.reason for name, probe in self.refusals.items()},
         }
 
-    def accept_control(self, connection: socket.socket, label: str) -> Session | None:
+    def accept_control(self, connection: socket.socket, label: str) -> Session:
         """ListenerOwner."""
         config = self._config
         with self._lock:
-            if self._closed or len(self._sessions) >= config.connections_max:
+            if self._closed:
+                raise PeerRefusedError("the engine is being closed.")
+            if len(self._sessions) >= config.connections_max:
                 self._log.warning("listener.full", peer=label, connections_max=config.connections_max)
-                return None
+                raise PeerRefusedError(
+                    f"there are {len(self._sessions)} control connections already.",
+                    remedy="Raise connections_max (KVXFER_CONNECTIONS_MAX) there, or close segments that are not used.",
+                )
             machine = Handshake(
                 role=Role.RESPONDER,
                 generation=self.generation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 for _name in [name for name in os.environ if name.startswith(PREFIX) and name not in OTHER_VARIABLES]:
     del os.environ[_name]  # settings of whoever runs the tests must not change what they find
+
+# A shell starts background jobs with SIGINT ignored; that is inherited, and no child of a test would see Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _unknown_events: set[str] = set()
 _emit = log.Logger._emit

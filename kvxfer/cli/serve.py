@@ -122,7 +122,7 @@ class _Printer:
             self._print_json(**event)
             return
         name, peer = str(event["event"]), str(event.get("label") or event.get("peer", ""))
-        hidden = {"event", "peer", "label"} | ({"error"} if name == DISCONNECTED else set())
+        hidden = {"event", "peer", "label"} | ({"reason"} if name == DISCONNECTED else set())
         rest = ", ".join(
             str(value) if key == "error" else f"{key} {value}" for key, value in event.items() if key not in hidden
         )

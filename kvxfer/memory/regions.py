@@ -419,6 +419,11 @@ class RegionTable:
             raise ClosedError(f"region {region_id} is unregistered already.", remedy=remedy, region_id=region_id)
         raise UsageError(f"there never was a region {region_id}.", remedy=remedy, region_id=region_id)
 
+    def owns(self, region: Region) -> bool:
+        """Whether the region is, or was, one of this table."""
+        known = self._by_id.get(region.region_id)
+        return known is region or (known is None and region.state is RegionState.GONE)
+
     def wait_idle(self, region: Region, timeout_s: float | None) -> bool:
         """Block until no request of a peer uses the region; return False if some still do after `timeout_s`."""
         with self._lock:

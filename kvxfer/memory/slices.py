@@ -109,7 +109,7 @@ def _as_column(name: str, value: Any) -> AddressColumn:
         _refuse_kind(name, f"of {column.ndim} dimensions, shape {column.shape}")
     if column.dtype == np.uint64:
         return _from_uint64(name, column)
-    return np.ascontiguousarray(column, np.int64)
+    return np.array(column, np.int64, order="C")  # a copy: the caller may use its array again before the batch ends
 
 
 def _from_sequence(name: str, value: Sequence[Any]) -> AddressColumn:
@@ -146,7 +146,7 @@ def _from_uint64(name: str, column: npt.NDArray[Any]) -> AddressColumn:
     if int(column.max()) > ADDRESS_MAX:
         row = int(np.argmax(column > ADDRESS_MAX))
         _refuse_value(name, row, int(column[row]), "is beyond 2**63")
-    return np.ascontiguousarray(column, np.uint64).view(np.int64)
+    return np.array(column, np.uint64, order="C").view(np.int64)
 
 
 def _check_values(local: AddressColumn, remote: AddressColumn, nbytes: AddressColumn) -> None:

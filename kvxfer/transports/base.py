@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvxfer.config import EngineConfig
 
-__all__ = ["Delivery", "Endpoint", "PeerLink", "Transfer", "Transport"]
+__all__ = ["Delivery", "Endpoint", "PeerLink", "Transfer", "Transport", "is_owned"]
 
 
 class Transfer:
@@ -39,8 +39,7 @@ class Transfer:
     nbytes_done: known to be in place. nbytes_moved: handed to the medium or taken from it, to see whether it moves.
     slices_left: after a failure, the slices that are not wholly in place (None: none is known to be).
     region_rows gives for each slice its place in `regions`, the peer's regions as they were at submit (None: all in the
-    one there is); `used` are the
-    local regions, pinned until the end.
+    one there is); `used` are the local regions, pinned until the end.
     A batch of one row keeps its three numbers as they are, in `single`, and makes columns only if asked.
     """
 
@@ -58,6 +57,8 @@ class Transfer:
     deadline: float = math.inf
     error: KvxferError | None = None
     finished: bool = False
+    endpoint: Endpoint | None = None
+    """What carries it; set by the engine."""
 
     def __init__(
         self,
@@ -74,7 +75,9 @@ class Transfer:
         self.notify = notify
         self.nbytes_total = nbytes_total
         self.on_finish = on_finish
-        self.lock = threading.Lock()
+        self.lock = (
+            threading.RLock()
+        )  # knows its owner, so that a thread interrupted anywhere can tell that it holds it
 
     @classmethod
     def of_columns(
@@ -114,9 +117,15 @@ class Transfer:
             self.nbytes_done = self.nbytes_total
         else:
             self.error = error
+            error.__dict__.setdefault("nbytes_done", self.nbytes_done)
         self.work = None
+        self.on_finish(self)  # before `finished` shows: whoever sees the end finds nothing pinned
         self.finished = True
-        self.on_finish(self)
+
+
+def is_owned(lock: threading.RLock) -> bool:
+    """Whether this thread holds the lock. threading.Condition relies on the same method."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]
 
 
 class Delivery(Protocol):
@@ -232,6 +241,9 @@ class Transport(ABC):
     @abstractmethod
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:
         """Reach the peer that `card` describes; raises TransportUnavailableError with the reason where that fails."""
+
+    def abandon(self) -> None:  # noqa: B027  not every transport holds descriptors
+        """In a forked child: close the copies of the descriptors, say nothing to anybody, take no lock."""
 
     @abstractmethod
     def close(self) -> None:

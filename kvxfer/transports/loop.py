@@ -179,5 +179,8 @@ class Loop:
 
     def _drop(self, handler: Handler, error: Exception) -> None:
         self._log.error("loop.handler_failed", loop=self._name, handler=type(handler).__name__, error=repr(error))
-        self.remove(handler)
-        handler.failed(error)
+        try:
+            self.remove(handler)
+            handler.failed(error)
+        except Exception as again:
+            self._log.error("loop.handler_failed", loop=self._name, handler=type(handler).__name__, error=repr(again))

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -48,8 +48,9 @@ class ShmTransport(Transport):
 
     name = "shm"
 
-    def __init__(self, config: EngineConfig, loop: Loop) -> None:
+    def __init__(self, config: EngineConfig, loop: Loop, generation: str) -> None:
         self._loop = loop
+        self._generation = generation
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._token_memory = ctypes.create_string_buffer(self._token, TOKEN_NBYTES)
         self._lock = threading.Lock()
@@ -91,7 +92,6 @@ class ShmTransport(Transport):
             "socket": self._server.name,
             "token": self._token.hex(),
             "token_address": ctypes.addressof(self._token_memory),
-            "uid": os.geteuid(),
         }
 
     def share(self, memory: SharedMemory) -> None:
@@ -121,7 +121,16 @@ class ShmTransport(Transport):
             self._files.pop(keys.get("file", 0), None)
 
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> ShmEndpoint:
-        return ShmEndpoint(card, link, deadline, self.helpers)
+        return ShmEndpoint(card, link, deadline, self.helpers, self._generation)
+
+    def holders(self, live: Collection[str]) -> list[str]:
+        """Return the processes that may still copy although their engine is none of `live` (generations)."""
+        return self._server.holders(live)
+
+    def abandon(self) -> None:
+        self._server.abandon()
+        for memory in self._memories:
+            memory.close()
 
     def close(self) -> None:
         self._loop.call_soon(self._server.close)
@@ -136,7 +145,12 @@ class ShmEndpoint(Endpoint):
     copies_rows = True
 
     def __init__(
-        self, card: Mapping[str, Any], link: PeerLink, deadline: float, helpers: ThreadPoolExecutor | None
+        self,
+        card: Mapping[str, Any],
+        link: PeerLink,
+        deadline: float,
+        helpers: ThreadPoolExecutor | None,
+        generation: str,
     ) -> None:
         name, token, address = card.get("socket"), card.get("token"), card.get("token_address")
         if not (isinstance(name, str) and _is_token(token) and isinstance(address, int) and 0 <= address < 2**63):
@@ -146,7 +160,7 @@ class ShmEndpoint(Endpoint):
         self._lock = threading.Lock()
         self._mappings: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}
         self._closed: KvxferError | None = None
-        self._client = HandoverClient(name, token, link.label, deadline)
+        self._client = HandoverClient(name, token, link.label, deadline, engine=generation)
         self._identity = ProcessIdentity(self._client.pid, address, bytes.fromhex(token), link.label)
         self._process_vm_refusal = self._try_process_vm()
 
@@ -241,6 +255,7 @@ class ShmEndpoint(Endpoint):
         self._closed = error
         self._mappings = {}
         self._client.close()
+        self._identity.abandon()
 
     def close(self, error: KvxferError) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import KvxferError, PeerClosedError, RemoteAccessError, TransferError
+from kvxfer.errors import KvxferError, PeerClosedError, RemoteAccessError, TransferCancelledError, TransferError
 from kvxfer.system.abi import ffi
 from kvxfer.system.calls import memmove, process_vm_read, process_vm_write
 from kvxfer.system.iovec import address_of
@@ -182,6 +182,12 @@ class ProcessIdentity:
             if pidfd >= 0:
                 os.close(pidfd)
 
+    def abandon(self) -> None:
+        """In a forked child: close the copy of the pidfd; takes no lock."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
     def _check(self) -> int:
         if self._pidfd >= 0:
             if self._ended.poll(0):
@@ -236,9 +242,13 @@ class ProcessVmCopy(CopyJob):
         helper: Future[None] | None = None
         left = self._nbytes_total - self.nbytes_done
         if self._helpers is not None and until > 0.0 and left >= PARALLEL_NBYTES:
-            helper = self._helpers.submit(self._copy_windows, transfer, until)
+            with contextlib.suppress(RuntimeError):  # the engine is being closed
+                helper = self._helpers.submit(self._copy_windows, transfer, until)
         try:
             self._copy_windows(transfer, until)
+        except BaseException as exc:  # Ctrl-C: the helper must not go on either
+            transfer.stop = transfer.stop or TransferCancelledError(f"the copy was interrupted: {exc!r}.")
+            raise
         finally:
             if helper is not None:
                 if helper.cancel():  # it never began: other batches keep the helpers busy

@@ -18,7 +18,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,11 @@ class HandoverServer:
             self._loop.call_at(now + ACCEPT_PAUSE_S, self)
             return True
         connection.setblocking(False)
-        _, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        pid, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         if uid != os.geteuid():
             self._refuse(connection, f"it runs as user {uid}, this engine as user {os.geteuid()}")
             return True
-        client = _Client(connection, self)
+        client = _Client(connection, self, pid)
         self._clients.add(client)
         self._loop.add(client)
         return True
@@ -96,15 +96,16 @@ class HandoverServer:
     def failed(self, error: BaseException) -> None:
         self.close()
 
-    def answer(self, request: bytes) -> tuple[dict[str, Any], int | None]:
+    def answer(self, request: bytes, client: _Client) -> tuple[dict[str, Any], int | None]:
         """Return the answer to one request and the descriptor that goes with it."""
         try:
             message = json.loads(request)
             token, file_id = message["token"], message.get("file")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {"error": "the request is not understood"}, None
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not isinstance(token, str) or not hmac.compare_digest(token.encode(errors="replace"), self._token.encode()):
             return {"error": "the token is not the one given in the handshake"}, None
+        client.engine = str(message.get("engine"))
         if file_id is None:
             return {"ok": True}, None
         file = self._find(file_id) if isinstance(file_id, int) else None
@@ -114,6 +115,17 @@ class HandoverServer:
             return {"file": file_id, "offset": file.offset, "nbytes": file.nbytes}, file.reopen()
         except OSError as exc:
             return {"file": file_id, "error": f"the descriptor cannot be opened: {exc.strerror}"}, None
+
+    def holders(self, live: Collection[str]) -> list[str]:
+        """Return the processes that are connected although their engine is none of `live`: a peer closes its connection
+        when it lets go of what it mapped, or ends, so that these may still copy."""
+        return [f"process {client.pid}" for client in list(self._clients) if client.engine not in live]
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors only."""
+        for one in (self._socket, *(client.connection for client in self._clients)):
+            with contextlib.suppress(OSError):
+                os.close(one.detach())
 
     def close(self) -> None:
         """Stop answering; in the loop's thread, or when there is no loop any more."""
@@ -137,8 +149,11 @@ class HandoverServer:
 
 
 class _Client:
-    def __init__(self, connection: socket.socket, server: HandoverServer) -> None:
+    def __init__(self, connection: socket.socket, server: HandoverServer, pid: int) -> None:
         self.connection = connection
+        self.pid = pid
+        self.engine = ""
+        """The generation of the engine at the other end, once it has shown the token."""
         self._server = server
 
     def fileno(self) -> int:
@@ -154,7 +169,7 @@ class _Client:
         if not request:
             self._server.drop(self)
             return True
-        answer, fd = self._server.answer(request)
+        answer, fd = self._server.answer(request, self)
         try:
             socket.send_fds(self.connection, [json.dumps(answer).encode()], [] if fd is None else [fd])
         except OSError:
@@ -174,14 +189,14 @@ class _Client:
 class HandoverClient:
     """The asking side: knows the peer's process, and maps its files."""
 
-    def __init__(self, name: str, token: str, label: str, deadline: float) -> None:
+    def __init__(self, name: str, token: str, label: str, deadline: float, *, engine: str) -> None:
         self._label = label
-        self._token = token
+        self._question = {"token": token, "engine": engine}
         self._open_question: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._connect("\0" + name, deadline)
-            self.pid, self.uid, _ = CREDENTIALS.unpack(
+            self.pid, _, _ = CREDENTIALS.unpack(
                 self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             )
             self._ask(None, deadline)
@@ -242,7 +257,7 @@ class HandoverClient:
         self._socket.close()
 
     def _ask(self, file_id: int | None, deadline: float) -> tuple[dict[str, Any], list[int]]:
-        request = {"token": self._token} if file_id is None else {"token": self._token, "file": file_id}
+        request = self._question if file_id is None else {**self._question, "file": file_id}
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         if file_id is None or file_id != self._open_question:
             with contextlib.suppress(BrokenPipeError):  # it has refused unasked: why is still to be read

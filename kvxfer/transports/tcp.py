@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -22,7 +23,14 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import EngineConfig
-from kvxfer.errors import KvxferError, PeerClosedError, PeerUnreachableError, RemoteProtocolError
+from kvxfer.errors import (
+    KvxferError,
+    PeerClosedError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferCancelledError,
+    TransferError,
+)
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport
@@ -47,8 +55,6 @@ TICK_S = 0.1
 """How long a call may block (SO_RCVTIMEO, SO_SNDTIMEO): the bound on seeing a deadline, a cancel or Ctrl-C."""
 EAGER_NBYTES = 1 << 16
 """From here on a batch begins to move at submit; a smaller one is sent as a whole by who waits for it."""
-FRESH_S = 0.05
-"""A stream used within this time is taken again without a look at its health."""
 HANG_UP_TIMEOUT_S = 0.25
 """How long to wait for a peer to say that it has let go of a batch; a live one answers within 1 ms."""
 
@@ -90,6 +96,9 @@ class TcpTransport(Transport):
 
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> TcpEndpoint:
         return TcpEndpoint(self._config, link)
+
+    def abandon(self) -> None:
+        self.service.abandon()
 
     def close(self) -> None:
         self.service.close(self._config.close_timeout_s)
@@ -227,7 +236,16 @@ class TcpEndpoint(Endpoint):
             self._count += 1
             dial = self._dials[transfer] = _Dial()
             # A thread, because the peer may be stopped: who waits must see its deadline, a cancel, Ctrl-C meanwhile.
-            threading.Thread(target=self._dial, args=(dial,), name="kvxfer-dial", daemon=True).start()
+            try:
+                threading.Thread(target=self._dial, args=(dial,), name="kvxfer-dial", daemon=True).start()
+            except RuntimeError as exc:
+                self._count -= 1
+                del self._dials[transfer]
+                raise TransferError(
+                    f"no thread could be started to connect to {self._link.label}: {exc}.",
+                    remedy="Raise the limit on processes and threads (ulimit -u, pids.max of the container).",
+                    peer=self._link.label,
+                ) from exc
 
     def _dial(self, dial: _Dial) -> None:
         stream: _Stream | None = None
@@ -259,6 +277,11 @@ class TcpEndpoint(Endpoint):
                 try:
                     if not other.finished:
                         self.progress(other, min(until, time.monotonic() + 0.005))
+                except BaseException as exc:  # Ctrl-C: nobody knows how far a call has come, so it must not go on
+                    if not other.finished:
+                        self.abort(other, 0.0)
+                        other.finish(TransferCancelledError(f"a thread that moved the batch was interrupted: {exc!r}."))
+                    raise
                 finally:
                     other.lock.release()
                 return
@@ -422,8 +445,6 @@ class _Stream:
 
     def is_healthy(self) -> bool:
         """Whether the peer has not closed the connection while it was idle."""
-        if time.monotonic() - self.used_at < FRESH_S:
-            return True
         return not self._readable.poll(0)  # an idle stream has nothing to read: readable means closed, or out of step
 
     def move(self, transfer: Transfer, work: _Work, until: float) -> KvxferError | None:
@@ -502,7 +523,7 @@ class _Stream:
                 if cursor.is_done:
                     return True
             elif moved == 0:
-                raise self._gone("closed the connection", 0)
+                raise self._gone("closed the connection", errno.ECONNRESET)
             elif moved not in (-errno.EAGAIN, -errno.EINTR):
                 raise self._gone(f"is gone: {os.strerror(-moved)}", -moved)
             if transfer.stop is not None:
@@ -518,6 +539,13 @@ class _Stream:
                 now = time.monotonic()
 
     def _gone(self, what: str, code: int) -> KvxferError:
+        if code == errno.EFAULT:
+            return TransferError(
+                f"local memory of a batch with {self._label} is not mapped, or not with the needed protection.",
+                remedy="Memory must stay mapped until it is unregistered: look for a buffer that was freed first.",
+                peer=self._label,
+                errno=code,
+            )
         kind = (
             PeerUnreachableError
             if code in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -544,3 +572,8 @@ def tune(connection: socket.socket, config: EngineConfig, *, listening: bool = F
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
     if not listening:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that vanishes in mid-batch leaves no sign on a connection that only waits: let the kernel ask.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, math.ceil(config.keepalive_timeout_s)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, math.ceil(config.keepalive_interval_s)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

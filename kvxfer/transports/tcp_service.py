@@ -84,7 +84,7 @@ class DataService:
             loop = self._loops[len(self._connections) % len(self._loops)]
             served = _DataConnection(connection, number, peer, generation, loop, self, self._config.notify_nbytes_max)
             self._connections[number] = served
-        loop.call_soon(lambda: loop.add(served))
+            loop.call_soon(lambda: loop.add(served))  # under the lock: before anybody can ask to close it
 
     @property
     def is_full(self) -> bool:

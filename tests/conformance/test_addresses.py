@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvxfer import ConfigError, KvxferError, PeerRestartedError, PeerUnreachableError, TransferEngine
-from tests.support.peer import Peer
+from kvxfer.addresses import HostPort
+from kvxfer.control import resolve
+from tests.support.peer import Peer, environment
 
 
 def has_ipv6() -> bool:
@@ -127,3 +133,126 @@ def test_nobody_at_the_address_is_told_with_errno_and_time() -> None:
         assert caught.value.retryable
         with pytest.raises(PeerUnreachableError, match=r"no-such-host\.invalid"):
             engine.open_segment("no-such-host.invalid:80")
+
+
+ISOLATED = """
+import sys
+import numpy as np
+import kvxfer
+for host in sys.argv[1:]:
+    with kvxfer.TransferEngine(host=host) as one, kvxfer.TransferEngine(transports=("tcp",)) as two:
+        there, here = one.register(np.zeros(64, np.uint8)), two.register(np.ones(64, np.uint8))
+        two.write(two.open_segment(one.address), here.address, there.address, 64)
+        assert there.array.all()
+        print(host, one.address.rpartition(":")[0])
+"""
+
+
+def run_isolated(setup: str, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a network namespace of its own, of which `setup` makes something first."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "ip", "a"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces cannot be made here")
+    command = ["unshare", "-n", "sh", "-c", f'{setup} && exec "$@"', "sh", sys.executable, "-W", "error", "-c", source]
+    return subprocess.run(
+        [*command, *arguments], env=environment(), capture_output=True, text=True, check=False, timeout=50
+    )
+
+
+def test_literals_are_literals_on_a_host_with_loopback_only() -> None:  # B61
+    hosts = ["0.0.0.0", "127.0.0.1", *(["::1", "::"] if has_ipv6() else [])]
+
+    done = run_isolated("ip link set lo up", ISOLATED, *hosts)
+
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split() for line in done.stdout.splitlines())
+    expected = {"0.0.0.0": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "[::1]", "::": "[::1]"}
+    assert told == {host: expected[host] for host in hosts}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "::", "::1"])
+@pytest.mark.parametrize("passive", [True, False])
+def test_literal_never_reaches_the_resolver(host: str, passive: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # B61
+    ask = socket.getaddrinfo
+
+    def literals_only(*arguments: Any, flags: int = 0, **others: Any) -> Any:
+        assert flags & socket.AI_NUMERICHOST, "the resolver was asked for a literal"
+        assert not flags & socket.AI_ADDRCONFIG
+        return ask(*arguments, flags=flags, **others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", literals_only)
+
+    assert resolve(HostPort(host, 0), passive=passive)[0][4][0] == host
+
+
+BIND_TOGETHER = """
+import os, socket, sys
+import kvxfer
+pipes = []
+for _ in range(64):
+    go, ready, done = os.pipe(), os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(go[1])
+            os.close(done[0])
+            os.write(ready[1], b"r")
+            os.read(go[0], 1)
+            with kvxfer.TransferEngine(transports=("tcp",)) as engine:
+                os.write(done[1], engine.address.encode())
+                os.read(go[0], 1)
+        finally:
+            os._exit(0)
+    os.close(go[0])
+    os.close(done[1])
+    os.read(ready[0], 1)
+    pipes.append((go[1], done[0]))
+for go, _ in pipes:
+    os.write(go, b"1")
+print(len({os.read(done, 100) for _, done in pipes} - {b""}))
+for go, _ in pipes:
+    os.close(go)
+"""
+
+
+@pytest.mark.slow
+def test_64_processes_that_bind_at_the_same_time_get_64_ports() -> None:  # B63
+    """Of 100 there are, so that two that probe for a free one would find the same."""
+    few = 'echo "50000 50099" > /proc/sys/net/ipv4/ip_local_port_range'
+
+    done = run_isolated(f"ip link set lo up && {few}", BIND_TOGETHER)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "64\n", "")
+
+
+@pytest.mark.parametrize(
+    ("told", "published"),
+    [("192.0.2.77", "192.0.2.77"), ("2001:db8::7", "[2001:db8::7]"), ("node-3.example", "node-3.example")],
+)
+def test_address_that_the_user_tells_is_the_one_published(
+    told: str, published: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # B65
+    with TransferEngine(host="0.0.0.0", advertise_host=told) as engine:
+        assert engine.address.rpartition(":")[0] == published
+    monkeypatch.setenv("KVXFER_ADVERTISE_HOST", told)
+    with TransferEngine() as engine:
+        assert engine.address.rpartition(":")[0] == published
+
+
+@pytest.mark.parametrize("told", ["0.0.0.0", "::", "[2001:db8::7]", "192.0.2.10:80", "a b"])
+def test_address_that_no_peer_could_use_is_not_published(told: str) -> None:  # B68, B71
+    with pytest.raises(ConfigError, match="advertise_host"):
+        TransferEngine(advertise_host=told).close()
+
+
+PUBLISHED = """
+import kvxfer
+with kvxfer.TransferEngine(host="::", transports=("tcp",)) as one, kvxfer.TransferEngine(transports=("tcp",)) as two:
+    two.open_segment("192.0.2.10:" + one.address.rpartition(":")[2])  # it does listen there
+    print(one.address.rpartition(":")[0])
+"""
+
+
+def test_dual_stack_wildcard_on_a_host_with_ipv4_only_is_published_by_its_ipv4_address() -> None:  # B65, B71
+    done = run_isolated("ip link set lo up && ip addr add 192.0.2.10/32 dev lo", PUBLISHED)
+
+    assert done.stdout == "192.0.2.10\n", done.stderr

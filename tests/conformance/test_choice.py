@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,9 +76,11 @@ def test_shm_is_passed_over_where_its_socket_does_not_answer(
     allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # B158: as from another network namespace
     connect = shm_handover.HandoverClient.__init__
-    monkeypatch.setattr(
-        shm_handover.HandoverClient, "__init__", lambda self, name, *rest: connect(self, name + "-elsewhere", *rest)
-    )
+
+    def elsewhere(self: shm_handover.HandoverClient, name: str, *rest: Any, **named: Any) -> None:
+        connect(self, name + "-elsewhere", *rest, **named)
+
+    monkeypatch.setattr(shm_handover.HandoverClient, "__init__", elsewhere)
     with Peer() as peer, TransferEngine(transports=("shm", "tcp") if allowed else ("shm",)) as engine:
         if not allowed:
             with pytest.raises(TransportUnavailableError, match="network namespace"):
@@ -194,3 +198,97 @@ def test_tcp_alone_touches_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
         engine.write(engine.open_segment(peer.address), here.address, there.address, 64)
 
         assert there.bytes() == b"\1" * 64
+
+
+VERBS_ASIDE = """
+import sys
+from pathlib import Path
+import numpy as np
+import kvxfer
+address, remote, transports = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+with kvxfer.TransferEngine(**({"transports": transports} if transports else {})) as engine:
+    here = engine.register(np.full(4096, 7, np.uint8))
+    segment = engine.open_segment(address)
+    engine.write(segment, here.address, remote, 4096)
+    print(segment.transport, "libibverbs" in Path("/proc/self/maps").read_text())
+    print(*(one.reason for one in engine.probe() if one.transport == "rdma"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [("missing", "there is no file"), ("text", "invalid ELF header"), ("libc.so.6", "not libibverbs")],
+)
+def test_broken_verbs_library_is_silent_and_hinders_nobody(
+    tmp_path: Path, broken: str, reason: str
+) -> None:  # B54, B55
+    library = broken if broken == "libc.so.6" else str(tmp_path / "libibverbs.so.1")
+    if broken == "text":
+        (tmp_path / "libibverbs.so.1").write_text("this is no library\n" * 100)
+    with Peer() as peer:
+        there = peer.allocate(4096)
+
+        script = run_script(VERBS_ASIDE, peer.address, str(there.address), "", KVXFER_LIBIBVERBS=library)
+        out, err = script.communicate(timeout=20)
+
+        assert (script.returncode, err) == (0, "")
+        assert out.startswith("shm False\n")
+        assert reason in out
+        assert there.bytes() == b"\7" * 4096
+
+
+def test_tcp_alone_never_asks_for_verbs() -> None:  # B49
+    forbid = (
+        "import kvxfer.transports.rdma as rdma, kvxfer.verbs.probe as probe\n"
+        "def never(*_, **__): raise AssertionError('verbs were asked for')\n"
+        "rdma.probe_verbs = probe.probe_verbs = probe.probe_library = probe.find_ports = never\n"
+    )
+    with Peer(transports=("tcp",)) as peer:
+        there = peer.register(4096)
+
+        script = run_script(forbid + VERBS_ASIDE, peer.address, str(there.address), "tcp")
+        out, err = script.communicate(timeout=20)
+
+        assert (script.returncode, out, err) == (0, "tcp False\n\n", "")
+        assert there.bytes() == b"\7" * 4096
+
+
+def test_rdma_asked_for_is_an_error_alone_and_a_warning_beside_tcp(
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # B48, B50, B51
+    with pytest.raises(TransportUnavailableError, match="rdma: ") as caught:
+        TransferEngine(transports=("rdma",))
+    assert set(caught.value.reasons) == {"rdma"}
+
+    with Peer(transports=("tcp",)) as peer, TransferEngine(transports=("rdma", "tcp")) as engine:
+        assert engine.transports == ("tcp",)
+
+        segment = engine.open_segment(peer.address)
+
+        assert segment.transport == "tcp"
+        assert set(segment.passed_over) == {"rdma"}
+        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert any("segment.opened" in one and "rdma" in one for one in warned)
+        with pytest.raises(TransportUnavailableError, match=r"Wanted here: rdma; offered there: tcp"):
+            engine.open_segment(peer.address, transports=("rdma",))
+
+
+@needs_root
+@pytest.mark.parametrize("namespace", ["--mount", "--ipc", "--pid"])
+@pytest.mark.parametrize("allocate", [True, False])
+def test_peer_in_another_namespace_gets_its_bytes(namespace: str, allocate: bool) -> None:  # B158
+    if subprocess.run(["unshare", namespace, "--fork", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces cannot be made here")
+    with (
+        Peer(prefix=("unshare", namespace, "--fork", "--kill-child")) as peer,
+        TransferEngine(transports=("shm", "tcp")) as engine,
+    ):
+        check_moves(engine, peer, "shm", allocate=allocate)  # the other way, whichever works is fine
+        mine = engine.allocate(4096) if allocate else engine.register(np.zeros(4096, np.uint8))
+        peer.run(
+            "here = engine.register(np.full(4096, 5, np.uint8))\n"
+            "engine.write(engine.open_segment(address), here.address, remote, 4096)",
+            address=engine.address,
+            remote=mine.address,
+        )
+        assert (mine.array == 5).all()

@@ -487,3 +487,21 @@ def test_submodules_may_be_imported_in_any_order() -> None:  # B165
 
     assert (script.returncode, out, err) == (0, "good\n", "")
     assert len(names) > 30
+
+
+def test_plain_thread_stuck_in_wait_does_not_keep_the_process(own_link: Link) -> None:  # B163
+    link = own_link
+    there = link.there(32 * MIB)
+    script = run_script(STUCK, link.transport, link.peer.address, str(there.address), str(there.nbytes), "plain")
+    assert script.stdout is not None
+    assert script.stdout.readline() == "ready\n"
+
+    with link.peer.stopped():
+        start = time.monotonic()
+        try:
+            out, err = script.communicate("\n", timeout=4.0)
+        finally:
+            script.kill()
+
+        assert (script.returncode, out, err) == (0, "", "")
+        assert time.monotonic() - start < EXIT_S

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
+import os
+import subprocess
 import sys
 import threading
 import types
@@ -31,8 +34,10 @@ from kvxfer import (
     UsageError,
 )
 from kvxfer.remote_table import RemoteTable
+from kvxfer.transports.shm import ShmTransport
+from kvxfer.transports.tcp import TcpTransport
 from tests.conformance.conftest import Link
-from tests.support.peer import Peer, Remote, pattern, wait_until
+from tests.support.peer import Peer, Remote, environment, pattern, wait_until
 
 MIB = 1 << 20
 
@@ -623,3 +628,92 @@ def test_many_regions(link: Link) -> None:
     expected = np.zeros((2000, 64), np.uint8)
     expected[:, 16:48] = here.array.reshape(2000, 32)
     assert found == expected.tobytes()
+
+
+def test_registration_that_fails_at_the_second_transport_is_undone_at_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # B77, B82, B83
+    def fail(self: TcpTransport, address: int, nbytes: int, *, rights: Rights) -> dict[str, Any]:
+        raise OSError(errno.EIO, "the second one is full")
+
+    calls: list[tuple[Any, ...]] = []
+    with TransferEngine(transports=("shm", "tcp")) as engine, Peer() as peer:
+        first = engine.register(np.zeros(64, np.uint8))
+        with monkeypatch.context() as patch:
+            patch.setattr(ShmTransport, "register", lambda self, address, nbytes, *, rights: {"key": 5})
+            patch.setattr(ShmTransport, "deregister", lambda self, *arguments: calls.append(arguments))
+            patch.setattr(TcpTransport, "register", fail)
+            memory = bytearray(4096)
+            address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+            for attempt in (lambda: engine.register(memory, name="kv"), lambda: engine.allocate(4096, name="kv")):
+                with pytest.raises(OSError, match="second one"):
+                    attempt()
+
+        assert calls[0] == (address, 4096, {"key": 5})
+        assert len(calls) == 2
+        assert engine.regions == (first,)
+        gc.collect()
+        memory.extend(b"nothing holds it")
+        assert engine.allocate(4096, name="kv").name == "kv"
+        assert peer.run("result = len(engine.open_segment(address).regions)", address=engine.address) == 2
+
+
+def test_thousand_transfers_register_once(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:  # B93
+    calls: list[int] = []
+    kind: Any = {"shm": ShmTransport, "tcp": TcpTransport}[link.transport]
+    register = kind.register
+
+    def count(self: Any, address: int, nbytes: int, *, rights: Rights) -> Any:
+        calls.append(address)
+        return register(self, address, nbytes, rights=rights)
+
+    monkeypatch.setattr(kind, "register", count)
+    here, there = link.here(8 * 4096), link.there(8 * 4096)
+    rows = np.arange(4) * 8192
+
+    for _ in range(500):
+        link.engine.write(link.segment, here.address, there.address, 4096)
+        link.engine.write(link.segment, here.address + rows, there.address + rows, 4096)
+
+    assert calls == [here.address]
+
+
+@pytest.mark.parametrize("order", [("shm", "tcp"), ("tcp", "shm")])
+def test_every_region_is_there_for_every_transport_in_any_order(order: tuple[str, ...]) -> None:  # B141
+    with Peer(transports=order) as peer:
+        regions = [peer.allocate(4096, name="first"), peer.register(4096, name="second")]
+        assert peer.run("result = [set(region.keys) for region in engine.regions]") == [{"shm", "tcp"}] * 2
+        for transport in order:
+            with TransferEngine(transports=(transport,)) as engine:
+                here = engine.register(np.full(4096, 3, np.uint8))
+                segment = engine.open_segment(peer.address)
+                assert {region.name for region in segment.regions} == {"first", "second"}
+                for there in regions:
+                    there.fill(bytes(4096))
+                    engine.write(segment, here.address, there.address, 4096)
+                    assert there.bytes() == b"\3" * 4096
+
+
+def test_allocate_does_not_depend_on_the_size_of_dev_shm() -> None:  # B157
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces cannot be made here")
+    source = (
+        "import os, kvxfer\n"
+        "with kvxfer.TransferEngine(transports=('shm',)) as one, kvxfer.TransferEngine(transports=('shm',)) as two:\n"
+        "    here, there = one.allocate(64 << 20), two.allocate(64 << 20)\n"
+        "    here.array[:] = 1\n"
+        "    one.write(one.open_segment(two.address), here.address, there.address, 64 << 20)\n"
+        "    print(there.array.min(), os.listdir('/dev/shm'))\n"
+    )
+    small = 'mount -t tmpfs -o size=16m none /dev/shm && exec "$@"'
+
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", source],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 []\n", "")

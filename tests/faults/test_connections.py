@@ -8,10 +8,13 @@ Time limits here are those of the cases or far above what is measured: they tell
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.server
 import os
 import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +24,16 @@ import numpy as np
 import pytest
 
 from kvxfer import TransferEngine
+from kvxfer.addresses import HostPort
+from kvxfer.config import EngineConfig
+from kvxfer.control import connect
 from kvxfer.errors import (
     AuthenticationError,
     HandshakeTimeoutError,
     KvxferError,
     PeerClosedError,
     PeerError,
+    PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
     RemoteProtocolError,
@@ -35,6 +42,7 @@ from kvxfer.errors import (
 from kvxfer.handshake.events import CardWanted, Established, Failed, PeerOffered
 from kvxfer.handshake.frames import MAGIC
 from kvxfer.handshake.machine import Role
+from kvxfer.transports.tcp import TcpEndpoint
 from tests.faults.test_kill import free_port
 from tests.support.fault_peer import (
     RESET,
@@ -49,7 +57,7 @@ from tests.support.fault_peer import (
     sessions,
     wait_not_grown,
 )
-from tests.support.peer import Peer, pattern, wait_until
+from tests.support.peer import ROOT, Peer, environment, pattern, wait_until
 
 NBYTES = 1 << 20
 
@@ -501,3 +509,172 @@ def test_a_server_out_of_descriptors_recovers() -> None:
         with TransferEngine(transports=("shm",), connect_timeout_s=5.0) as engine:
             here = engine.allocate(NBYTES)
             engine.write(engine.open_segment(server.address), here.address, there.address, NBYTES)
+
+
+# B66
+@pytest.mark.parametrize("said", [b"", b"{}"])
+def test_an_empty_reply_names_the_address_it_came_from(said: bytes) -> None:
+    with FakePeer(raw=said) as fake, TransferEngine(transports=("tcp",)) as engine:
+        with pytest.raises(KvxferError, match=fake.address) as caught:
+            engine.open_segment(fake.address)
+        assert caught.value.values["peer"] == fake.address
+
+
+# B100
+@pytest.mark.slow
+def test_no_single_transfer_to_a_healthy_peer_waits_for_a_dead_one() -> None:
+    with _Blackhole() as hole, Peer(transports=("tcp",)) as peer:
+        with TransferEngine(transports=("tcp",), connect_timeout_s=1.5) as engine:
+            here, there = engine.register(np.zeros(4096, np.uint8)), peer.register(4096)
+            segment = engine.open_segment(peer.address)
+
+            def try_dead() -> None:
+                with contextlib.suppress(PeerUnreachableError):
+                    engine.open_segment(hole.address)
+
+            callers = [threading.Thread(target=try_dead) for _ in range(4)]
+            for caller in callers:
+                caller.start()
+            waits = []
+            while any(caller.is_alive() for caller in callers):
+                started = time.monotonic()
+                engine.write(segment, here.address, there.address, 4096, timeout_s=5.0)
+                waits.append(time.monotonic() - started)
+
+            assert max(waits) < 0.5  # connect_timeout_s is 1.5
+
+
+FEW_PORTS = """
+import contextlib, socket, sys
+import numpy as np
+import kvxfer
+sys.path.insert(0, sys.argv[1])
+from tests.support.peer import Peer
+with Peer(transports=("tcp",)) as peer, kvxfer.TransferEngine(transports=("tcp",)) as engine:
+    here, there = engine.register(np.zeros(4096, np.uint8)), peer.register(4096)
+    segment = engine.open_segment(peer.address)
+    for _ in range(5000):
+        engine.submit_write(segment, here.address, there.address, 4096).wait()
+    print(segment.describe()["tcp"]["streams"])
+    with contextlib.ExitStack() as stack, kvxfer.TransferEngine(port=41234, connect_timeout_s=0.3) as other:
+        with contextlib.suppress(OSError):
+            while True:
+                stack.enter_context(socket.create_connection(("127.0.0.1", peer.port)))
+        try:
+            other.open_segment(peer.address)
+        except kvxfer.PeerUnreachableError as error:
+            print(error.errno, error)
+"""
+
+
+# B146
+@pytest.mark.slow
+def test_5000_transfers_need_no_more_than_the_51_ports_there_are() -> None:
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-n", "ip", "a"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces cannot be made here")
+    setup = 'ip link set lo up; echo "50000 50050" > /proc/sys/net/ipv4/ip_local_port_range; exec "$@"'
+
+    done = subprocess.run(
+        ["unshare", "-n", "sh", "-c", setup, "sh", sys.executable, "-c", FEW_PORTS, str(ROOT)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    streams, told = done.stdout.splitlines()
+    assert int(streams) <= 4
+    assert told.startswith(f"{errno.EADDRNOTAVAIL} ")
+    assert "ip_local_port_range" in told
+
+
+# B147
+def test_clean_up_looks_at_every_idle_stream() -> None:
+    endpoint = TcpEndpoint(EngineConfig(tcp_idle_timeout_s=1.0), None)  # type: ignore[arg-type]
+    closed: list[float] = []
+
+    class Stream:
+        def __init__(self, used_at: float) -> None:
+            self.used_at = used_at
+
+        def close(self) -> None:
+            closed.append(self.used_at)
+
+    endpoint._idle = [Stream(used_at) for used_at in (9.9, 5.0, 9.5, 8.0, 9.8)]  # type: ignore[misc]
+    endpoint._count = 5
+
+    endpoint.reap(10.0)
+
+    assert closed == [5.0, 8.0]
+    assert [stream.used_at for stream in endpoint._idle] == [9.9, 9.5, 9.8]
+    assert endpoint.describe()["streams"] == 3
+
+
+# B148
+@pytest.mark.parametrize("pause_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_stream_that_the_server_closed_right_after_use_is_replaced(how: str, pause_s: float) -> None:
+    gone = CLOSE_DATA + "while engine._transports['tcp'].service._connections: time.sleep(0.0002)"
+    with TransferEngine(transports=("tcp",)) as engine, Peer(transports=("tcp",)) as peer:
+        here, there = engine.register(pattern(NBYTES, 1)), peer.register(NBYTES)
+        segment = engine.open_segment(peer.address)
+        for move in (engine.write, engine.read, engine.write):
+            move(segment, here.address, there.address, NBYTES)
+            peer.run(gone, reset=RESET if how == "reset" else b"")
+            time.sleep(pause_s)
+
+            move(segment, here.address, there.address, NBYTES)  # not a byte of it was processed on the old stream
+
+
+# B149
+def test_clients_that_are_idle_give_their_places_to_others() -> None:
+    with Peer(transports=("tcp",), tcp_connections_max=4) as peer, contextlib.ExitStack() as stack:
+        there = peer.register(4096)
+        clients: list[tuple[Any, ...]] = []
+        for number in range(5):
+            engine = stack.enter_context(TransferEngine(transports=("tcp",), tcp_idle_timeout_s=0.5))
+            here = engine.register(np.full(4096, number + 1, np.uint8))
+            clients.append((engine, engine.open_segment(peer.address), here.address, there.address, 4096))
+        for engine, *arguments in clients[:4]:
+            engine.write(*arguments)
+        engine, *arguments = clients[4]
+        with pytest.raises(PeerRefusedError, match=r"4 data connections.*tcp_connections_max"):
+            engine.write(*arguments)
+
+        wait_until(lambda: data_connections(peer) == 0)
+
+        engine.write(*arguments)
+        assert there.bytes() == b"\5" * 4096
+
+
+# B149
+def test_a_client_too_many_is_told_so() -> None:
+    with Peer(transports=("tcp",), connections_max=1) as peer, TransferEngine(transports=("tcp",)) as second:
+        with TransferEngine(transports=("tcp",)) as first:
+            first.open_segment(peer.address)
+            with pytest.raises(PeerRefusedError, match="connections_max"):
+                second.open_segment(peer.address)
+        wait_until(lambda: sessions(peer) == 0)
+
+        assert second.open_segment(peer.address).transport == "tcp"
+
+
+# B152
+@pytest.mark.parametrize("code", ["ECONNREFUSED", "EHOSTUNREACH", "ENETUNREACH", "ETIMEDOUT", "EACCES", "ENOENT"])
+def test_connecting_is_tried_again_only_where_that_may_help(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = getattr(errno, code)
+    tries: list[Any] = []
+
+    class Refusing(socket.socket):
+        def connect(self, address: Any) -> None:
+            tries.append(address)
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "socket", Refusing)
+    with pytest.raises(PeerUnreachableError, match=os.strerror(number)) as caught:
+        connect(HostPort("127.0.0.1", 9), EngineConfig(), time.monotonic() + 0.2)
+
+    assert caught.value.errno == number
+    assert (len(tries) > 1) == (code not in ("EACCES", "ENOENT"))

@@ -234,3 +234,23 @@ def test_engines_that_come_and_go_leave_nothing() -> None:
 def _wait_quietly(batch: Any) -> None:
     with contextlib.suppress(KvxferError):
         batch.wait()
+
+
+# B154
+@pytest.mark.slow
+@pytest.mark.parametrize("opcode", ["write", "read"])
+def test_a_kill_in_the_middle_of_a_body_tells_how_far_it_came(opcode: str) -> None:
+    with TransferEngine(transports=("tcp",)) as engine, Peer(transports=("tcp",)) as victim:
+        here, there = engine.register(np.zeros(NBYTES, np.uint8)), victim.register(NBYTES)
+        segment = engine.open_segment(victim.address)
+        submit = engine.submit_write if opcode == "write" else engine.submit_read
+        batch = submit(segment, np.full(512, here.address), np.full(512, there.address), NBYTES)
+        while batch._transfer.nbytes_moved < batch.nbytes // 2:
+            batch.poll()
+        victim.kill()
+
+        with pytest.raises(PeerError) as caught:
+            batch.wait()
+
+        assert caught.value.values["errno"] != 0
+        assert caught.value.values["nbytes_done"] == batch.nbytes_done

@@ -170,3 +170,18 @@ def test_a_segment_heals_after_its_peer_counted_as_dead() -> None:
                     time.sleep(0.05)
 
             assert engine.open_segment(peer.address) is segment
+
+
+# B142
+def test_a_transfer_before_the_peer_has_memory_says_so_and_works_afterwards(home: Home) -> None:
+    with home.start() as peer:
+        segment = home.engine.open_segment(peer.address)
+        for remote in (0x7000_0000_0000, [0x7000_0000_0000]):
+            with pytest.raises(NotRegisteredError, match=rf"{peer.address}.*no region is registered"):
+                home.engine.write(segment, home.here.address, remote, 4096)
+
+        there = home.there(peer)
+
+        home.here.array[:] = 3
+        home.engine.write(segment, home.here.address, there.address, NBYTES)
+        assert there.bytes() == b"\3" * NBYTES

@@ -153,3 +153,10 @@ def test_a_wildcard_is_never_advertised(wildcard: str, interfaces: list[tuple[st
 
     assert not ipaddress.ip_address(host).is_unspecified
     assert reason
+
+
+@pytest.mark.parametrize("own", [[], [("eth0", "fe80::1")]])
+def test_dual_stack_wildcard_without_a_global_ipv6_address_takes_the_ipv4_one(own: list[tuple[str, str]]) -> None:
+    interfaces = [("lo", "127.0.0.1"), ("eth0", "192.0.2.10"), ("lo", "::1"), *own]  # B65, B71
+
+    assert choose_advertised_host("::", interfaces, None)[0] == "192.0.2.10"
