@@ -96,7 +96,7 @@ def run(arguments: Namespace) -> int:
         arguments.block_size,
         arguments.blocks,
     )
-    progress = Progress(sys.stderr, "kvxfer demo", total=(arguments.rounds + 2) * len(LANES))
+    progress = Progress(sys.stderr, "kvxfer demo", total=(arguments.rounds + 2) * len(LANES) + 1)
     try:
         outcomes = measure(plan, arguments.transports, arguments.rounds, progress)
     finally:
