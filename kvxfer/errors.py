@@ -92,6 +92,13 @@ class KvxferError(Exception):
         for name, value in values.items():
             setattr(self, name, value)
 
+    def note(self, **values: Any) -> None:
+        """Add values that were not known where it was made; one that is there already stays."""
+        for name, value in values.items():
+            if name not in self.values:
+                self.values = {**self.values, name: value}
+                setattr(self, name, value)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.remedy, dict(self.values))
 

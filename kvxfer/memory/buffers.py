@@ -37,7 +37,7 @@ class BufferView:
     address: int
     nbytes: int
     read_only: bool
-    owner: object = field(repr=False)
+    owner: object = field(repr=False, compare=False)
     kind: str
 
     @property

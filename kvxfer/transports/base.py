@@ -117,7 +117,6 @@ class Transfer:
             self.nbytes_done = self.nbytes_total
         else:
             self.error = error
-            error.__dict__.setdefault("nbytes_done", self.nbytes_done)
         self.work = None
         self.on_finish(self)  # before `finished` shows: whoever sees the end finds nothing pinned
         self.finished = True

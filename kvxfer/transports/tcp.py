@@ -147,6 +147,8 @@ class TcpEndpoint(Endpoint):
                 transfer.finish(refusal)
         except KvxferError as error:
             self._drop(transfer)
+            if self._closed is None:
+                error.note(nbytes_done=transfer.nbytes_done)
             transfer.finish(self._closed or error)  # where we closed it, the broken stream is only how that shows
 
     def waits_for(self, transfer: Transfer) -> tuple[int, int] | None:
@@ -279,7 +281,7 @@ class TcpEndpoint(Endpoint):
                         self.progress(other, min(until, time.monotonic() + 0.005))
                 except BaseException as exc:  # Ctrl-C: nobody knows how far a call has come, so it must not go on
                     if not other.finished:
-                        self.abort(other, 0.0)
+                        self.abort(other, time.monotonic() + HANG_UP_TIMEOUT_S)
                         other.finish(TransferCancelledError(f"a thread that moved the batch was interrupted: {exc!r}."))
                     raise
                 finally:

@@ -121,7 +121,7 @@ def test_cancelled_task_ends_the_batch(own_link: Link) -> None:
         task = asyncio.ensure_future(asyncio.wait_for(batch, 0.1))
         await task
 
-    with link.peer.stopped(), pytest.raises(TimeoutError):
+    with link.peer.stopped(), pytest.raises(asyncio.TimeoutError):
         asyncio.run(move())
 
     wait_until(lambda: batch.is_done)
