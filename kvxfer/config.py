@@ -8,7 +8,6 @@ value came from. `settings()` is the one table of settings: docs/settings.md is 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
@@ -330,5 +329,7 @@ def _with_sources(
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
+    import difflib  # for a message only
+
     near = difflib.get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvxfer.transports.base import Transport
 from kvxfer.types import Probe
-from kvxfer.verbs.probe import VerbsReport, memlock_text, probe_verbs
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
+    from kvxfer.verbs.probe import VerbsReport
 
 __all__ = ["RdmaTransport", "rdma_probe"]
 
@@ -27,6 +27,8 @@ class RdmaTransport(Transport):
     def probe(cls, config: EngineConfig) -> Probe:
         """Say why kvxfer does not use RDMA here, and what it uses instead; never raises."""
         del config  # nothing of it changes the answer
+        from kvxfer.verbs.probe import probe_verbs
+
         return rdma_probe(probe_verbs())
 
 
@@ -58,6 +60,8 @@ def rdma_probe(report: VerbsReport) -> Probe:
 
 
 def _reason(report: VerbsReport) -> str:
+    from kvxfer.verbs.probe import memlock_text
+
     if not report.devices:
         return f"{report.device_text}; {report.library}"
     files = (

@@ -11,7 +11,6 @@ import errno
 import functools
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -51,7 +50,7 @@ class ShmTransport(Transport):
     def __init__(self, config: EngineConfig, loop: Loop, generation: str) -> None:
         self._loop = loop
         self._generation = generation
-        self._token = secrets.token_bytes(TOKEN_NBYTES)
+        self._token = os.urandom(TOKEN_NBYTES)
         self._token_memory = ctypes.create_string_buffer(self._token, TOKEN_NBYTES)
         self._lock = threading.Lock()
         self._files: dict[int, SharedFile] = {}
@@ -70,7 +69,7 @@ class ShmTransport(Transport):
         """Try what the transport needs: a memfd, an abstract Unix socket. process_vm_* is tried per peer."""
         try:
             SharedMemory(4096).close()
-            HandoverServer(secrets.token_bytes(TOKEN_NBYTES), lambda _: None).close()
+            HandoverServer(os.urandom(TOKEN_NBYTES), lambda _: None).close()
         except (KvxferError, OSError) as exc:
             return Probe(
                 "shm",

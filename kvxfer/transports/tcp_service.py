@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -98,7 +97,7 @@ class DataService:
 
     def next_number(self) -> int:
         """Return a number for a new connection."""
-        return secrets.randbits(62)  # nobody can name, and hang up, a connection that is not its own
+        return int.from_bytes(os.urandom(7), "big")  # nobody can name, and hang up, a connection that is not its own
 
     def hang_up(self, number: int, done: Callable[[], None]) -> None:
         """Drop a connection, then call `done` in its thread: from then on nothing is written on its account."""
