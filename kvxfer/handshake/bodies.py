@@ -6,6 +6,7 @@ characters before it can reach a message or a log. Called by `machine.py`.
 
 from __future__ import annotations
 
+import hmac
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -140,8 +141,6 @@ def prove(key: bytes, *, sender: Hello, receiver: Hello) -> str:
     Each part is preceded by its length: without it a stranger could choose a generation and a nonce that read the same
     as ours when put together, and send us our own proof back.
     """
-    import hmac  # OpenSSL, 3 ms that `import kvxfer` need not pay
-
     mac = hmac.new(key, b"kvxfer auth v1", "sha256")
     for hello in (sender, receiver):
         for part in (hello.generation.encode(), bytes.fromhex(hello.nonce)):

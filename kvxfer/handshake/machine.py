@@ -16,6 +16,7 @@ words in `faults.py`.
 from __future__ import annotations
 
 import enum
+import hmac
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -264,8 +265,6 @@ class Handshake:
         assert self._theirs is not None
         proof = field(body, "proof", str, of="AUTH", length_max=64)
         expected = prove(self._key, sender=self._theirs, receiver=self._ours)
-        import hmac  # OpenSSL, as in bodies.prove
-
         if not hmac.compare_digest(proof.encode(), expected.encode()):
             raise wrong_proof(self._ours, self._theirs)
         return self._want_card()
