@@ -52,6 +52,8 @@ __all__ = ["TransferEngine"]
 
 
 NAME_LENGTH_MAX = 1024
+GIVE_UP_S = 0.25
+"""How long an interrupted submit waits for the peer to say that it has let go."""
 REAP_S = 1.0
 """How often idle streams and batches that nobody moves are looked for, while there are segments."""
 ROW_NBYTES = 64 << 10
@@ -537,7 +539,7 @@ class TransferEngine:
         except BaseException as exc:  # Ctrl-C before anybody has the batch
             if not transfer.finished:
                 with transfer.lock:
-                    endpoint.abort(transfer, 0.0)
+                    endpoint.abort(transfer, time.monotonic() + GIVE_UP_S)
                     transfer.finish(TransferCancelledError(f"the submit was interrupted: {exc!r}."))
             raise
         return batch
