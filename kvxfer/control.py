@@ -71,7 +71,6 @@ class Listener:
 
     def start(self) -> None:
         """Begin to accept; from any thread."""
-        self._socket.listen(BACKLOG)
         self._loop.call_soon(lambda: self._loop.add(self))
 
     def fileno(self) -> int:

@@ -7,8 +7,6 @@ address in it was the old process's.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import threading
@@ -328,7 +326,7 @@ class Segment:
             if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
                 raise RemoteProtocolError(f"{self.address} took back regions {ids!r:.80}.", peer=self.address)
             answer = {"number": number}
-            self._revoke(set(ids), lambda: _answer(session, FrameKind.REVOKED, answer))
+            self._revoke(set(ids), lambda: session.answer(FrameKind.REVOKED, answer))
 
     def session_ended(self, session: Session, error: KvxferError) -> None:
         """For the session: it is over; what depends on it alone fails now."""
@@ -546,8 +544,3 @@ class _Revocation:
             return False
         self._transfers.discard(transfer)
         return not self._transfers
-
-
-def _answer(session: Session, kind: FrameKind, body: Mapping[str, Any]) -> None:
-    with contextlib.suppress(KvxferError):  # a session that is over needs no answer
-        session.send(kind, json.dumps(body).encode())

@@ -228,8 +228,7 @@ class PeerService:
             connection = body.get("connection")
             tcp = self.transports.get("tcp")
             if isinstance(tcp, TcpTransport) and isinstance(connection, int):
-                answer = json.dumps({"number": number}).encode()
-                tcp.service.hang_up(connection, lambda: self._send_quietly(session, FrameKind.ABORTED, answer))
+                tcp.service.hang_up(connection, lambda: session.answer(FrameKind.ABORTED, {"number": number}))
 
     def session_ended(self, session: Session, error: KvxferError) -> None:
         """A peer has gone."""
@@ -305,8 +304,3 @@ class PeerService:
             return ""
         address = session.card.get("address")
         return address[:256] if isinstance(address, str) else session.label
-
-    @staticmethod
-    def _send_quietly(session: Session, kind: FrameKind, body: bytes) -> None:
-        with contextlib.suppress(KvxferError):  # a session that is over needs no answer
-            session.send(kind, body)

@@ -217,6 +217,11 @@ class Session:
             self._machine.send(kind, body)
         self._flush()
 
+    def answer(self, kind: FrameKind, body: Mapping[str, Any]) -> None:
+        """Send an answer that came late; a session that is over needs none."""
+        with contextlib.suppress(KvxferError):
+            self.send(kind, json.dumps(body).encode())
+
     def ask(self, kind: FrameKind, answer: FrameKind, body: Mapping[str, Any] | bytes) -> Pending:
         """Send a frame that is answered by one of kind `answer` with the same number."""
         number = next(self._numbers)

@@ -95,10 +95,7 @@ def available_nbytes(root: Path = Path("/")) -> int:
         limits = [min(limits[0], sum(limits[1:]))] if len(limits) > 1 else limits
     except (OSError, ValueError, IndexError):
         pass
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for limit, used in _CGROUP_FILES:
         try:
             folder = root / "sys/fs/cgroup"
             limits.append(int((folder / limit).read_text()) - int((folder / used).read_text()))

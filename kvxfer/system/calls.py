@@ -19,7 +19,6 @@ memmove = libc.memmove
 """memmove(destination, source, nbytes) on plain integers; releases the GIL while it copies."""
 
 MSG_DONTWAIT = int(socket.MSG_DONTWAIT)
-MSG_WAITALL = int(socket.MSG_WAITALL)
 MSG_NOSIGNAL = int(socket.MSG_NOSIGNAL)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
     from kvxfer.config import EngineConfig
 
-__all__ = ["Delivery", "Endpoint", "PeerLink", "Transfer", "Transport", "is_owned"]
+__all__ = ["Delivery", "Endpoint", "PeerLink", "Transfer", "Transport", "is_delivered", "is_owned"]
+
+DELIVERY_LOOK_S = 0.05
+"""How often a wait for a notification looks whether it is still wanted."""
 
 
 class Transfer:
@@ -135,6 +139,15 @@ class Delivery(Protocol):
 
     def abandon(self) -> None:
         """Make sure that the peer does not take it any more."""
+
+
+def is_delivered(delivery: Delivery, transfer: Transfer, until: float) -> bool:
+    """Wait for a notification until the peer has it: True; False at `until` (monotonic seconds) or when the transfer is
+    asked to stop."""
+    while not delivery.wait(min(DELIVERY_LOOK_S, max(0.0, until - time.monotonic()))):
+        if transfer.stop is not None or time.monotonic() >= until:
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, TransferError, TransportUnavailableError
 from kvxfer.memory.shared import SharedMemory
 from kvxfer.system.calls import memmove
-from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport
+from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport, is_delivered
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.shm_copy import CopyJob, MappedCopy, ProcessIdentity, ProcessVmCopy
 from kvxfer.transports.shm_handover import HandoverClient, HandoverServer, SharedFile
@@ -217,9 +217,8 @@ class ShmEndpoint(Endpoint):
             if transfer.notify is not None:
                 if work.delivery is None:
                     work.delivery = self._link.deliver(transfer.notify)
-                while not work.delivery.wait(min(0.05, max(0.0, until - time.monotonic()))):
-                    if transfer.stop is not None or time.monotonic() >= until:
-                        return
+                if not is_delivered(work.delivery, transfer, until):
+                    return
             transfer.finish()
         except KvxferError as error:
             self._note_left(transfer)

@@ -33,7 +33,7 @@ from kvxfer.errors import (
 )
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
-from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport
+from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport, is_delivered
 from kvxfer.transports.tcp_service import DataService, Gate
 from kvxfer.transports.tcp_wire import (
     COLUMN_DTYPE,
@@ -174,10 +174,7 @@ class TcpEndpoint(Endpoint):
             return True
         if work.delivery is None:
             work.delivery = self._link.deliver(transfer.notify)
-        while not work.delivery.wait(min(TICK_S, max(0.0, until - time.monotonic()))):
-            if transfer.stop is not None or time.monotonic() >= until:
-                return False
-        return True
+        return is_delivered(work.delivery, transfer, until)
 
     def reap(self, now: float) -> None:
         with self._changed:
