@@ -12,10 +12,20 @@ KvxferError
 │  └─ ForkedError                     the engine belongs to the parent of this process
 ├─ UnsupportedError                   this machine cannot
 │  ├─ TransportUnavailableError       no transport of the wanted ones can carry this (.reasons)
+│  ├─ VerbsUnavailableError           RDMA cannot be used here at all
+│  │  ├─ VerbsLibraryError            libibverbs is absent, cannot be loaded, or is another library (.path)
+│  │  ├─ VerbsLibraryOldError         it lacks calls that kvxfer needs (.missing)
+│  │  ├─ VerbsLayoutError             its memory layout is not the one kvxfer knows (.check)
+│  │  ├─ VerbsKernelError             this kernel has no RDMA
+│  │  ├─ VerbsProviderError           there are devices, but no driver library for them
+│  │  └─ VerbsDeviceFilesError        there are devices, but no /dev/infiniband (a container)
 │  ├─ DeviceNotFoundError             the device that was named does not exist
+│  ├─ DeviceUnusableError             the device exists and cannot carry data (.device, .reason)
 │  └─ AllocationError                 the memory asked for is not there
 ├─ VerbsError (OSError)               a libibverbs call failed (.verb, .errno)
-│  └─ RegistrationError               a memory registration failed
+│  ├─ RegistrationError               a memory registration failed
+│  ├─ QueuePairStateError             a queue pair did not take a step (.transition, .attributes, .culprit)
+│  └─ PostError                       work requests were not taken (.posted_count)
 ├─ ProtocolError
 │  ├─ LocalProtocolError              our side called out of turn: a bug in kvxfer
 │  └─ RemoteProtocolError             the peer sent bytes that the protocol does not allow
@@ -48,6 +58,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DeviceNotFoundError",
+    "DeviceUnusableError",
     "ForkedError",
     "HandshakeTimeoutError",
     "KvxferError",
@@ -59,7 +70,9 @@ __all__ = [
     "PeerRefusedError",
     "PeerRestartedError",
     "PeerUnreachableError",
+    "PostError",
     "ProtocolError",
+    "QueuePairStateError",
     "RegionBusyError",
     "RegionOverlapError",
     "RegistrationError",
@@ -71,7 +84,14 @@ __all__ = [
     "TransportUnavailableError",
     "UnsupportedError",
     "UsageError",
+    "VerbsDeviceFilesError",
     "VerbsError",
+    "VerbsKernelError",
+    "VerbsLayoutError",
+    "VerbsLibraryError",
+    "VerbsLibraryOldError",
+    "VerbsProviderError",
+    "VerbsUnavailableError",
 ]
 
 
@@ -155,8 +175,51 @@ class TransportUnavailableError(UnsupportedError):
     reasons: Mapping[str, str] = {}
 
 
+class VerbsUnavailableError(UnsupportedError):
+    """RDMA cannot be used here at all; which kind it is says what is missing."""
+
+
+class VerbsLibraryError(VerbsUnavailableError):
+    """libibverbs is not installed, cannot be loaded, or is another library."""
+
+    path: str = ""
+
+
+class VerbsLibraryOldError(VerbsUnavailableError):
+    """The library lacks calls that kvxfer needs."""
+
+    path: str = ""
+    missing: tuple[str, ...] = ()
+
+
+class VerbsLayoutError(VerbsUnavailableError):
+    """The library's memory layout is not the one kvxfer knows: using it would crash the process."""
+
+    path: str = ""
+    check: str = ""
+
+
+class VerbsKernelError(VerbsUnavailableError):
+    """This kernel has no RDMA."""
+
+
+class VerbsProviderError(VerbsUnavailableError):
+    """The kernel has RDMA devices, but libibverbs has no driver library for them."""
+
+
+class VerbsDeviceFilesError(VerbsUnavailableError):
+    """The kernel has RDMA devices, but their files in /dev/infiniband are not here or may not be opened."""
+
+
 class DeviceNotFoundError(UnsupportedError):
     """The device that was named does not exist here."""
+
+
+class DeviceUnusableError(UnsupportedError):
+    """The device exists and cannot carry data: no active port, no usable GID, a service that kvxfer does not speak."""
+
+    device: str = ""
+    reason: str = ""
 
 
 class AllocationError(UnsupportedError):
@@ -167,10 +230,25 @@ class VerbsError(KvxferError, OSError):
     """A call into libibverbs failed."""
 
     verb: str = ""
+    device: str = ""
 
 
 class RegistrationError(VerbsError):
     """A memory registration failed; nothing of it stays."""
+
+
+class QueuePairStateError(VerbsError):
+    """A queue pair did not take a step; `attributes` is all that ibv_modify_qp was given."""
+
+    transition: str = ""
+    attributes: Mapping[str, Any] = {}
+    culprit: str = ""
+
+
+class PostError(VerbsError):
+    """Work requests were not taken; the first `posted_count` of the chain were, and will complete."""
+
+    posted_count: int = 0
 
 
 class ProtocolError(KvxferError):

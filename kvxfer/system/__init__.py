@@ -1,4 +1,5 @@
-"""The few libc calls that move bytes in bulk, by cffi in ABI mode: no compiler, one foreign call per window of rows.
+"""The few libc calls that kvxfer makes itself, by cffi in ABI mode: no compiler, one foreign call per window of rows.
 
-`calls.py` holds the calls, `iovec.py` the columns they take, `cdef.py` the C declarations they are generated from.
+`calls.py` holds those that move bytes, `iovec.py` the columns they take, `interfaces.py` the network interfaces;
+`cdef.py` holds the C declarations they are generated from.
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 
 # struct iovec: readv(2); the pointer is declared as an integer so that numpy columns can be laid over it.
 # struct msghdr, mmsghdr: recvmmsg(2). ABI of 64-bit Linux (x86_64 and aarch64 agree).
+# struct ifaddrs: getifaddrs(3). Its addresses are sockaddrs of several families; `interfaces.py` takes them apart.
 SOURCE = """
 struct iovec { uintptr_t base; size_t nbytes; };
 struct msghdr {
@@ -20,6 +21,12 @@ struct msghdr {
     int flags;
 };
 struct mmsghdr { struct msghdr header; unsigned int nbytes; };
+struct sockaddr { unsigned short family; unsigned char data[14]; };
+struct ifaddrs {
+    struct ifaddrs *next; char *name; unsigned int flags;
+    struct sockaddr *address; struct sockaddr *netmask;
+    void *other_address; void *data;
+};
 
 int recvmmsg(int fd, struct mmsghdr *messages, unsigned int count, int flags, void *timeout);
 ssize_t sendmsg(int fd, struct msghdr *message, int flags);
@@ -27,6 +34,8 @@ ssize_t process_vm_readv(int pid, struct iovec *local, unsigned long local_count
                          struct iovec *remote, unsigned long remote_count, unsigned long flags);
 ssize_t process_vm_writev(int pid, struct iovec *local, unsigned long local_count,
                           struct iovec *remote, unsigned long remote_count, unsigned long flags);
+int getifaddrs(struct ifaddrs **list);
+void freeifaddrs(struct ifaddrs *list);
 void *memmove(uintptr_t destination, uintptr_t source, size_t nbytes);
 """
 

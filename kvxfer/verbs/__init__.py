@@ -1,5 +1,9 @@
-"""What this machine has for RDMA: the facts, without a call into libibverbs. `probe.py` gathers them."""
+"""libibverbs from Python: devices, memory regions, queue pairs. Nothing is opened before it is asked for.
 
-from kvxfer.verbs.probe import LibraryReport, PortReport, VerbsReport, find_ports, probe_library, probe_verbs
+    >>> from kvxfer.verbs import list_devices
+    >>> for device in list_devices():
+    ...     with device.open() as context:
+    ...         print(device.name, context.ports())
 
-__all__ = ["LibraryReport", "PortReport", "VerbsReport", "find_ports", "probe_library", "probe_verbs"]
+`library.py` is the table of functions, everything else stands on it; docs/verbs.md tells how a queue pair is connected.
+"""

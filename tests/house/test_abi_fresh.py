@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import ModuleType
 
-from kvxfer.system import cdef
+import pytest
+
+from kvxfer.system import cdef as system_cdef
+from kvxfer.verbs import cdef as verbs_cdef
 
 PACKAGE = Path(__file__).parents[2] / "kvxfer"
 NATIVE = {".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".pyx", ".pxd", ".so", ".o", ".a", ".rs"}
 BUILDERS = ("distutils", "setuptools", "Cython", "pybind11", "numba")
 
 
-def test_generated_module_is_fresh() -> None:
-    on_disk = (PACKAGE / "system" / "abi.py").read_text()
+@pytest.mark.parametrize(("folder", "cdef"), [("system", system_cdef), ("verbs", verbs_cdef)])
+def test_generated_module_is_fresh(folder: str, cdef: ModuleType) -> None:
+    on_disk = (PACKAGE / folder / "abi.py").read_text()
 
-    assert on_disk == cdef.generate(), "run `python -m kvxfer.system.cdef`"
+    assert on_disk == cdef.generate(), f"run `python -m kvxfer.{folder}.cdef`"
 
 
 def test_package_holds_python_only() -> None:
