@@ -1,6 +1,7 @@
 """Every setting of an engine: its unit, its default, its environment variable and where the default comes from.
 
-Order of precedence: an argument of `TransferEngine`, then the environment, then the default. A value that cannot be
+Order of precedence: an argument of `TransferEngine`, then the environment, then the default. Some settings are also
+taken from a variable of Mooncake that means the same, after kvxfer's own. A value that cannot be
 meant raises ConfigError when the configuration is made, and names the setting, the value, the range and where the
 value came from. `settings()` is the one table of settings: docs/settings.md is made from it.
 """
@@ -9,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import ipaddress
 import math
 import numbers
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.log import get_logger
+from kvxfer.rdma_names import DevicePort, GidIndex, parse_devices, parse_gid_index
 
 __all__ = ["EngineConfig", "Setting"]
 
@@ -48,15 +52,26 @@ class Setting:
     low: float = -math.inf
     high: float = math.inf
     parse: Callable[[str], Any] = str
+    synonyms: tuple[str, ...] = ()
+    """Variables of other engines that mean the same."""
+    convert: Callable[[Any], Any] | None = None
+    """Makes the value of what was given; raises ValueError with what is wrong with it."""
+    choices: tuple[int, ...] = ()
 
     @property
     def variable(self) -> str:
         """Its environment variable."""
         return PREFIX + self.name.upper()
 
+    def find_variable(self, environment: Mapping[str, str]) -> str | None:
+        """Return the variable that sets it here: its own before those of other engines."""
+        return next((name for name in (self.variable, *self.synonyms) if name in environment), None)
+
     @property
     def allowed(self) -> str:
         """The range in words."""
+        if self.choices:
+            return f"{', '.join(map(str, self.choices))} {self.unit}"
         if self.low == -math.inf:
             return self.unit
         return (
@@ -76,8 +91,13 @@ def _setting(
     high: float = math.inf,
     parse: Callable[[str], Any] = str,
     secret: bool = False,
+    synonyms: tuple[str, ...] = (),
+    convert: Callable[[Any], Any] | None = None,
+    choices: tuple[int, ...] = (),
 ) -> Any:
-    row = Setting("", unit, None if callable(default) else default, meaning, source, low, high, parse)
+    row = Setting(
+        "", unit, None if callable(default) else default, meaning, source, low, high, parse, synonyms, convert, choices
+    )
     factory = {"default_factory": default} if callable(default) else {"default": default}
     return dataclasses.field(**factory, repr=not secret, metadata={"setting": row})
 
@@ -88,6 +108,12 @@ def _seconds(default: float, meaning: str, source: str, low: float = 0.001) -> A
 
 def _count(unit: str, default: Any, meaning: str, source: str, *, low: int, high: int) -> Any:
     return _setting(unit, default, meaning, source, low=low, high=high, parse=int)
+
+
+def _parse_interface(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[^\s/:]{1,15}", value):  # dev_valid_name of the kernel
+        raise ValueError("it is no name of an interface")
+    return value
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -170,6 +196,49 @@ class EngineConfig:
     connections_max: int = _count(
         "connections", 4096, "control connections of peers", "as tcp_connections_max", low=1, high=1 << 20
     )
+    rdma_devices: tuple[DevicePort, ...] | None = _setting(
+        "devices, such as 'mlx5_0:2,mlx5_1'",
+        None,
+        "RDMA devices, or single ports of them, to use",
+        "every port that is active",
+        synonyms=("MC_TE_FILTERS",),
+        convert=parse_devices,
+    )
+    gid_index: GidIndex | None = _setting(
+        "a row of 0 to 255, or one for each device, such as 'mlx5_1:3,mlx5_2:6'; -1 chooses",
+        None,
+        "row of the GID table to use",
+        "chosen with the peer from both tables; `kvxfer devices` says why",
+        synonyms=("MC_GID_INDEX",),
+        convert=parse_gid_index,
+    )
+    gid_interface: str | None = _setting(
+        "interface", None, "network interface whose GIDs are preferred", "any", convert=_parse_interface
+    )
+    gid_subnet: ipaddress.IPv4Network | ipaddress.IPv6Network | None = _setting(
+        "subnet, such as 192.0.2.0/24", None, "subnet whose GIDs are preferred", "any", convert=ipaddress.ip_network
+    )
+    pkey_index: int = _setting(
+        "index",
+        0,
+        "row of the partition key table to use",
+        "the default partition, in row 0 of every table",
+        low=0,
+        high=65535,
+        parse=int,
+        synonyms=("MC_PKEY_INDEX",),
+    )
+    path_mtu_nbytes_max: int = _setting(
+        "bytes",
+        4096,
+        "upper bound on the path MTU of RDMA; the active MTUs of both ports are bounds as well",
+        "the largest there is",
+        low=256,
+        high=4096,
+        parse=int,
+        synonyms=("MC_MTU",),
+        choices=(256, 512, 1024, 2048, 4096),
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.key, str):
@@ -216,13 +285,23 @@ class EngineConfig:
                 hint = _closest(unknown, [row.variable for row in rows.values()]).strip(" ;")
                 get_logger(__name__).warning("config.unknown_variable", variable=unknown, hint=hint)
         values = dict(arguments)
+        variables = {}
         for row in rows.values():
-            if row.name not in arguments and row.variable in environment:
-                values[row.name] = _parse(row, environment[row.variable])
+            variable = row.find_variable(environment)
+            if row.name not in arguments and variable is not None:
+                values[row.name] = _parse(row, variable, environment[variable])
+                variables[row.name] = variable
         try:
-            return cls(**values)
+            config = cls(**values)
         except ConfigError as error:
             raise _with_sources(error, rows, arguments, environment) from None
+        object.__setattr__(config, "_variables", variables)
+        return config
+
+    def source_of(self, name: str) -> str:
+        """Return what set a setting: an environment variable, or the setting's own name for an argument or default."""
+        variables: dict[str, str] = getattr(self, "_variables", {})
+        return variables.get(name, name)
 
     @classmethod
     def unknown_variables(cls, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -270,9 +349,15 @@ def _check(row: Setting, value: Any) -> Any:
     """Return the value in the type of its setting: numpy's numbers become Python's."""
     if value is None and row.default is None:
         return None
-    if row.parse is int and hasattr(value, "__index__") and not isinstance(value, bool):
+    problem = ""
+    if row.convert is not None:
+        try:
+            return row.convert(value)
+        except (ValueError, TypeError) as exc:
+            fits, problem = False, f": {exc}"
+    elif row.parse is int and hasattr(value, "__index__") and not isinstance(value, bool):
         value = operator.index(value)
-        fits = row.low <= value <= row.high
+        fits = row.low <= value <= row.high and (not row.choices or value in row.choices)
     elif row.parse is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = float(value)
         fits = math.isfinite(value) and row.low <= value <= row.high
@@ -285,26 +370,28 @@ def _check(row: Setting, value: Any) -> Any:
     if not fits:
         shown = f"a {type(value).__name__}" if row.name == "key" else repr(value)
         raise ConfigError(
-            f"{row.name} is {shown}; it takes {row.allowed}.",
+            f"{row.name} is {shown}{problem}; it takes {row.allowed}.",
             remedy=f"{row.meaning[:1].upper()}{row.meaning[1:]}; the default is {row.default!r}.",
             setting=row.name,
             value=None if row.name == "key" else value,
+            problem=problem,
         )
     return value
 
 
-def _parse(row: Setting, text: str) -> Any:
+def _parse(row: Setting, variable: str, text: str) -> Any:
     """Return the value of an environment variable; raises ConfigError that names it."""
     try:
         return _check(row, row.parse(text))
-    except (ValueError, ConfigError):
+    except (ValueError, ConfigError) as exc:
         shown = "..." if row.name == "key" else repr(text)
+        problem = exc.values.get("problem", "") if isinstance(exc, ConfigError) else ""
         raise ConfigError(
-            f"the environment variable {row.variable} is {shown}; {row.name} takes {row.allowed}.",
+            f"the environment variable {variable} is {shown}{problem}; {row.name} takes {row.allowed}.",
             remedy=f"Set it to such a value, or unset it for the default {row.default!r}.",
             setting=row.name,
             value=None if row.name == "key" else text,
-            variable=row.variable,
+            variable=variable,
         ) from None
 
 
@@ -319,9 +406,9 @@ def _with_sources(
             continue
         if name in arguments:
             told.append(f"{name} was given as an argument")
-        elif rows[name].variable in environment:
-            variable = variable or rows[name].variable
-            told.append(f"{name} comes from the environment variable {rows[name].variable}")
+        elif (found := rows[name].find_variable(environment)) is not None:
+            variable = variable or found
+            told.append(f"{name} comes from the environment variable {found}")
         else:
             told.append(f"{name} is the default")
     message = f"{error.message[:-1]} ({', '.join(told)})."

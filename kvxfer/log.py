@@ -29,6 +29,7 @@ EVENTS: dict[str, str] = {
     "peer.connected": "a peer has opened this engine",
     "peer.disconnected": "a peer that had opened this engine has gone",
     "peer.refused": "a handshake of a peer failed",
+    "queue_pair.modified": "a queue pair took a step; with every attribute that ibv_modify_qp was given",
     "segment.disconnected": "the control connection to a peer ended; it is made anew at the next use",
     "segment.opened": "a peer was opened; transport says what carries batches to it",
     "transport.unusable": "a wanted transport does not work on this machine",

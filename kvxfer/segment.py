@@ -72,6 +72,7 @@ class Segment:
         self._revocations: list[_Revocation] = []
         self._revoked: set[int] = set()
         self._void: KvxferError | None = None
+        self._failed_transports: dict[str, TransportUnavailableError] = {}
 
     # What a user sees.
 
@@ -149,6 +150,36 @@ class Segment:
             self._connecting.release()
 
     def _connect(self, deadline: float) -> None:
+        """Connect, and once more without a transport that was agreed on and then could not be established."""
+        self._failed_transports = {}
+        while True:
+            now = time.monotonic()
+            session = self._open_session(deadline)
+            try:
+                for endpoint in self._endpoints:
+                    carrier = endpoint.transport
+                    endpoint.establish(min(deadline, time.monotonic() + self.engine.config.connect_timeout_s))
+                break
+            except TransportUnavailableError as error:
+                self._failed_transports[carrier] = error
+                session.close(f"{carrier} could not be established")
+            except BaseException as error:
+                session.reset(PeerClosedError(f"{self.address} was given up: {error}.", peer=self.address))
+                raise
+        self.raise_if_void()
+        level = "warning" if self.passed_over and not self.engine.is_default_order(self.wanted) else "info"
+        if self._failed_transports:
+            level = "warning"  # it should have worked
+        getattr(get_logger(__name__), level)(
+            "segment.opened",
+            peer=self.address,
+            transport=self.transport,
+            passed_over=dict(self.passed_over),
+            region_count=len(self.regions),
+            elapsed_ms=round((time.monotonic() - now) * 1e3, 2),
+        )
+
+    def _open_session(self, deadline: float) -> Session:
         engine, config = self.engine, self.engine.config
         now = time.monotonic()
         lost = self._session.error if self._session is not None else None
@@ -214,15 +245,7 @@ class Segment:
         except BaseException:
             session.reset(PeerClosedError(f"{self.address} did not tell its regions.", peer=self.address))
             raise
-        level = "warning" if self.passed_over and not engine.is_default_order(self.wanted) else "info"
-        getattr(get_logger(__name__), level)(
-            "segment.opened",
-            peer=self.address,
-            transport=self.transport,
-            passed_over=dict(self.passed_over),
-            region_count=len(self.regions),
-            elapsed_ms=round((time.monotonic() - now) * 1e3, 2),
-        )
+        return session
 
     def _ask_regions(self, session: Session, deadline: float) -> None:
         answer = session.ask(FrameKind.REGIONS_GET, FrameKind.REGIONS, {})
@@ -283,11 +306,15 @@ class Segment:
         old = {endpoint.transport: endpoint for endpoint in self._endpoints if not endpoint.is_closed}
         opened: list[Endpoint] = []
         deadline = time.monotonic() + self.engine.config.handshake_timeout_s / 2
-        link = PeerLink(self.address, session.generation, self._dial, self._hang_up, self._deliver)
+        link = PeerLink(
+            self.address, session.generation, self._dial, self._hang_up, self._deliver, self._ask_connection
+        )
         for name in self.wanted:
             if opened and name != "tcp":
                 continue  # in reserve is only what costs nothing to hold and reaches every region
             try:
+                if name in self._failed_transports:
+                    raise self._failed_transports[name]
                 transport = self.engine.transport(name)
                 if name not in offers:
                     reasons[name] = _not_offered(name, card)
@@ -336,10 +363,10 @@ class Segment:
         dead = isinstance(error, PeerUnreachableError)
         with self._lock:
             for transfer in self._transfers:  # a copy that runs stops at the next window
-                if transfer.endpoint is not None and (transfer.endpoint.transport == "shm" or dead):
+                if transfer.endpoint is not None and (transfer.endpoint.needs_session or dead):
                     transfer.stop = transfer.stop or error
         for endpoint in self._endpoints:
-            if endpoint.transport == "shm" or dead:
+            if endpoint.needs_session or dead:
                 endpoint.close(error)
 
     # PeerLink.
@@ -351,15 +378,25 @@ class Segment:
             raise RemoteProtocolError(f"{self.address} gave no token for data connections.", peer=self.address)
         return dial_data(self._target, self.engine.config, deadline, token=token, generation=self.generation)
 
-    def _hang_up(self, number: int, deadline: float) -> bool:
+    def _hang_up(self, transport: str, number: int, deadline: float) -> bool:
         session = self._session
         if session is None or session.error is not None:
             return False
         try:
-            pending = session.ask(FrameKind.ABORT, FrameKind.ABORTED, {"connection": number})
+            body = {"transport": transport, "connection": number}
+            pending = session.ask(FrameKind.ABORT, FrameKind.ABORTED, body)
             return pending.wait(deadline - time.monotonic())
         except KvxferError:
             return False
+
+    def _ask_connection(self, transport: str, body: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+        session = self._session
+        if session is None:
+            raise PeerClosedError(f"{self.address} is not connected.", peer=self.address)
+        pending = session.ask(FrameKind.CONNECT, FrameKind.CONNECTED, {**body, "transport": transport})
+        timeout_s = max(0.0, deadline - time.monotonic())
+        answer: Mapping[str, Any] = pending.result(timeout_s, f"the request for a connection over {transport}")
+        return answer
 
     def _deliver(self, payload: bytes) -> Pending:
         session = self._session

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import EngineConfig
-from kvxfer.errors import KvxferError, PeerRefusedError, PeerUnreachableError, TransportUnavailableError, UsageError
+from kvxfer.errors import (
+    KvxferError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransportUnavailableError,
+    UsageError,
+)
 from kvxfer.handshake.frames import ASKING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
@@ -117,11 +124,15 @@ class PeerService:
         holders: list[str] = []
         told_until = min(deadline, time.monotonic() + TOLD_TIMEOUT_S)
         for session, pending in asked:
-            copies = session.established is not None and session.established.transport == "shm"
+            carrier = session.established.transport if session.established is not None else ""
+            copies = carrier in ("shm", "rdma")
             with contextlib.suppress(KvxferError):
                 until = deadline if copies else told_until
                 if not pending.wait(until - time.monotonic()) and copies:
-                    holders.append(self._peer_address(session))
+                    if carrier == "rdma":  # its device obeys ours: without our end of the connection it can do nothing
+                        self.transports["rdma"].drop(session.token)
+                    else:
+                        holders.append(self._peer_address(session))
         return holders + self._wait_for_strays(deadline)
 
     def _wait_for_strays(self, deadline: float) -> list[str]:
@@ -224,21 +235,45 @@ class PeerService:
                 refusal = str(error).encode()[:REFUSAL_NBYTES_MAX]
             session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little") + refusal)
         elif frame.kind is FrameKind.ABORT:
-            number, body = split_number(frame)
-            connection = body.get("connection")
-            tcp = self.transports.get("tcp")
-            if isinstance(tcp, TcpTransport) and isinstance(connection, int):
-                tcp.service.hang_up(connection, lambda: session.answer(FrameKind.ABORTED, {"number": number}))
+            self._hang_up(session, *split_number(frame))
+        elif frame.kind is FrameKind.CONNECT:
+            self._connect(session, *split_number(frame))
 
     def session_ended(self, session: Session, error: KvxferError) -> None:
         """A peer has gone."""
         with self._lock:
             self._sessions.pop(session.token, None)
+        for transport in self.transports.values():
+            transport.drop(session.token)
         tcp = self.transports.get("tcp")
         if isinstance(error, PeerUnreachableError) and isinstance(tcp, TcpTransport):
             tcp.service.drop_peer(session.generation)  # dead, not only disconnected: streams outlive their session
         event = "peer.disconnected" if session.established is not None else "peer.refused"
         self._log.info(event, peer=self._peer_address(session), label=session.label, reason=error.message)
+
+    def _hang_up(self, session: Session, number: int, body: Mapping[str, Any]) -> None:
+        """Drop a connection that the peer has given up, and say so once nothing more comes in over it."""
+        connection, transport = body.get("connection"), self.transports.get(str(body.get("transport")))
+        if not isinstance(connection, int) or transport is None:
+            return
+        if isinstance(transport, TcpTransport):
+            transport.service.hang_up(connection, lambda: session.answer(FrameKind.ABORTED, {"number": number}))
+        else:
+            transport.hang_up(session.token, connection)
+            session.answer(FrameKind.ABORTED, {"number": number})
+
+    def _connect(self, session: Session, number: int, body: Mapping[str, Any]) -> None:
+        """Have the transport make our end of a connection; it answers when that is done."""
+        transport = self.transports.get(str(body.get("transport")))
+        peer = self._peer_address(session)
+        if transport is None or session.established is None:
+            raise RemoteProtocolError(f"{peer} asks for a connection over {str(body.get('transport'))!r:.40}.")
+
+        def answer(made: Mapping[str, Any]) -> bool:
+            session.answer(FrameKind.CONNECTED, {**made, "number": number})
+            return session.error is None
+
+        transport.accept(peer, session.token, body, answer)
 
     # Gate: requests over tcp.
 

@@ -47,6 +47,9 @@ from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 
 __all__ = ["Session", "SessionOwner"]
 
+ANSWERS = frozenset(
+    {FrameKind.REGIONS, FrameKind.NOTIFY_ACK, FrameKind.ABORTED, FrameKind.REVOKED, FrameKind.CONNECTED}
+)
 RECEIVE_NBYTES = 1 << 16
 OUTGOING_NBYTES_MAX = 128 << 20
 """A peer that lets this much pile up unread is dropped; the largest frame, a region table, is 64 MiB."""
@@ -361,7 +364,7 @@ class Session:
             self._end(
                 PeerClosedError(f"{self.label} reset the session.", peer=self.label)
             )  # it has given that batch up
-        elif frame.kind in (FrameKind.REGIONS, FrameKind.NOTIFY_ACK, FrameKind.ABORTED, FrameKind.REVOKED):
+        elif frame.kind in ANSWERS:
             number, body = split_number(frame)
             with self._lock:
                 pending = self._pending.pop((frame.kind, number), None)

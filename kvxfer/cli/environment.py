@@ -29,4 +29,5 @@ def load_config(environ: Mapping[str, str] | None = None) -> tuple[EngineConfig,
 
 def known_variables() -> frozenset[str]:
     """Return the names of all environment variables that kvxfer reads."""
-    return OTHER_VARIABLES | {setting.variable for setting in EngineConfig.settings()}
+    rows = EngineConfig.settings()
+    return OTHER_VARIABLES | {name for row in rows for name in (row.variable, *row.synonyms)}

@@ -68,6 +68,8 @@ class FrameKind(enum.IntEnum):
     NOTIFY_ACK = 23
     ABORT = 24
     ABORTED = 25
+    CONNECT = 26
+    CONNECTED = 27
     ATTACH = 32
     ATTACHED = 33
 
@@ -89,13 +91,23 @@ BODY_NBYTES_MAX: Mapping[FrameKind, int] = {
     FrameKind.NOTIFY_ACK: KIB,
     FrameKind.ABORT: KIB,
     FrameKind.ABORTED: KIB,
+    FrameKind.CONNECT: 16 * KIB,
+    FrameKind.CONNECTED: 16 * KIB,
     FrameKind.ATTACH: 4 * KIB,
     FrameKind.ATTACHED: 4 * KIB,
 }
 HANDSHAKE_KINDS = frozenset(kind for kind in FrameKind if kind < FrameKind.PING)
 SESSION_KINDS = frozenset(kind for kind in FrameKind if FrameKind.PING <= kind < FrameKind.ATTACH)
 ASKING_KINDS = frozenset(
-    {FrameKind.PING, FrameKind.PONG, FrameKind.REGIONS_GET, FrameKind.REVOKED, FrameKind.NOTIFY, FrameKind.ABORT}
+    {
+        FrameKind.PING,
+        FrameKind.PONG,
+        FrameKind.REGIONS_GET,
+        FrameKind.REVOKED,
+        FrameKind.NOTIFY,
+        FrameKind.ABORT,
+        FrameKind.CONNECT,
+    }
 )
 """What the side that opened a session sends."""
 ANSWERING_KINDS = (SESSION_KINDS - ASKING_KINDS) | {FrameKind.PING, FrameKind.PONG}

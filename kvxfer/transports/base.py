@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, RemoteProtocolError
 from kvxfer.memory.regions import Region
 from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
 
@@ -158,10 +158,14 @@ class PeerLink:
     generation: str
     dial: Callable[[float], tuple[socket.socket, int]]
     """Open an authenticated data connection to the peer before a deadline (monotonic seconds), and say its number."""
-    hang_up: Callable[[int, float], bool]
-    """Have the peer drop the data connection of that number; True once it has said so, False at the deadline."""
+    hang_up: Callable[[str, int, float], bool]
+    """Have the peer drop the connection of that transport and number; True once it has said so, False at the
+    deadline."""
     deliver: Callable[[bytes], Delivery]
     """Begin to hand a notification to the peer over the control connection."""
+    connect: Callable[[str, Mapping[str, Any], float], Mapping[str, Any]]
+    """Ask the peer's transport of that name to make its end of a connection, before a deadline (monotonic seconds);
+    returns its answer. Both are plain JSON values. Raises PeerUnreachableError where none comes."""
 
 
 class Endpoint(ABC):
@@ -170,11 +174,17 @@ class Endpoint(ABC):
     transport: ClassVar[str]
     copies_rows: ClassVar[bool] = False
     """Whether `copy_row` is worth asking."""
+    needs_session: ClassVar[bool] = False
+    """Whether it ends with the control connection: where nothing else would tell that the peer is gone."""
 
     @property
     @abstractmethod
     def is_closed(self) -> bool:
         """Whether it was closed, by us or because the peer is gone."""
+
+    def establish(self, deadline: float) -> None:  # noqa: B027  most are there once they are made
+        """Make the first connection, once the session stands and `PeerLink.connect` can be used; before `deadline`
+        (monotonic seconds). Raises TransportUnavailableError with the reason: the next transport is tried then."""
 
     @abstractmethod
     def unreachable(self, region: RegionDescriptor) -> str | None:
@@ -249,6 +259,23 @@ class Transport(ABC):
     @abstractmethod
     def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:
         """Undo `register`."""
+
+    def accept(
+        self, peer: str, session: str, body: Mapping[str, Any], answer: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """Make this side's end of a connection that a peer asks for, and answer, now or later, from any thread.
+
+        peer: for messages; session: which one asks, for `hang_up` and `drop`. answer: takes plain JSON values, tells
+        whether the session is still there. What goes wrong is the answer; raises only RemoteProtocolError, for a body
+        that the protocol does not allow. Never blocks.
+        """
+        raise RemoteProtocolError(f"{peer} asks for a connection over {self.name}, which has none of that kind.")
+
+    def hang_up(self, session: str, number: int) -> None:  # noqa: B027  most have no connection of that kind
+        """Drop a connection that `accept` made: when this returns nothing more comes in over it."""
+
+    def drop(self, session: str) -> None:  # noqa: B027  as hang_up
+        """Drop all connections of a session that has ended."""
 
     @abstractmethod
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:

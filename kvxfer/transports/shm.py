@@ -142,6 +142,7 @@ class ShmEndpoint(Endpoint):
 
     transport = "shm"
     copies_rows = True
+    needs_session = True
 
     def __init__(
         self,

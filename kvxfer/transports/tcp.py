@@ -162,7 +162,7 @@ class TcpEndpoint(Endpoint):
             transfer.work.delivery.abandon()
         stream = self._drop(transfer)
         if stream is not None and transfer.opcode is Opcode.WRITE:
-            self._link.hang_up(stream.number, min(deadline, time.monotonic() + HANG_UP_TIMEOUT_S))
+            self._link.hang_up("tcp", stream.number, min(deadline, time.monotonic() + HANG_UP_TIMEOUT_S))
 
     def _announce(self, transfer: Transfer, work: _Work, until: float) -> bool:
         """Whether the peer has the notification.

@@ -1,25 +1,25 @@
 """Why a queue pair did not take a step, or could not be made: the likely culprits, the likeliest first.
 
 Pure: an error number, what was given and what is known of the device go in, findings come out. The kernel says one
-number for dozens of causes; what it says most often for which cause was read from its sources (6.12, drivers/infiniband:
-core/verbs.c, core/addr.c, hw/*) and from reports about real devices. `queue_pair.py` gathers the facts and raises.
+number for dozens of causes; which it says for which was read in its sources (6.12, drivers/infiniband: core/verbs.c,
+core/addr.c, core/uverbs_cmd.c, sw/rxe) and in reports about real devices. `queue_pair.py` gathers the facts and raises.
 """
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.verbs.enums import Access, GidType, LinkLayer, Mtu, PortState, QueuePairState
+from kvxfer.verbs.enums import Access, GidType, Mtu, PortState, QueuePairState
+from kvxfer.verbs.gid import GidEntry, GidTable, format_gid, gid_address
 from kvxfer.verbs.qp_states import Finding
 
 if TYPE_CHECKING:
     from kvxfer.verbs.device import DeviceLimits, Port
 
-__all__ = ["Attempt", "Surroundings", "diagnose", "gid_text"]
+__all__ = ["Attempt", "Surroundings", "allowed_text", "diagnose"]
 
 CERTAIN, LIKELY, POSSIBLE = 3, 2, 1
 
@@ -28,6 +28,9 @@ QUEUE_PAIR_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_REA
 
 SMALL_READ_BUDGET = 256
 """max_res_rd_atom below this can be used up by a few queue pairs; most devices say thousands (AMD Pensando: 16)."""
+
+ROWS_SHOWN_MAX = 6
+"""Rows of a GID table that a message names."""
 
 Suspect = tuple[int, Finding]
 
@@ -55,7 +58,7 @@ class Attempt:
 class Surroundings:
     """What is known of the device around a step that failed; None and empty mean that it could not be asked.
 
-    source_gid: the row of the port's table that sgid_index names; empty or all zero for a hole.
+    gid_table: of the port; only its row `sgid_index` is looked at.
     actual_state: what the device says of the queue pair after the failure.
     reads_held: max_dest_rd_atomic of this process's other queue pairs on the device, together.
     """
@@ -63,11 +66,13 @@ class Surroundings:
     device: str
     limits: DeviceLimits
     port: Port | None = None
-    source_gid: bytes | None = None
-    source_type: GidType | None = None
-    source_netdev: str = ""
+    gid_table: GidTable | None = None
     actual_state: QueuePairState | None = None
     reads_held: int = 0
+
+    def source(self, address: Any) -> GidEntry | None:
+        """Return the row that an AddressVector sends from; None where it is empty, beyond the table or not known."""
+        return None if self.gid_table is None else self.gid_table.find(address.sgid_index)
 
 
 def diagnose(attempt: Attempt, around: Surroundings) -> tuple[Finding, ...]:
@@ -82,12 +87,25 @@ def diagnose(attempt: Attempt, around: Surroundings) -> tuple[Finding, ...]:
     return tuple(found.values())
 
 
-def gid_text(gid: bytes) -> str:
-    """Return a GID for a message; an IPv4 address that it carries stands beside it."""
-    if len(gid) != 16:
-        return gid.hex() or "none"
-    address = ipaddress.IPv6Address(gid)
-    return f"::ffff:{address.ipv4_mapped}" if address.ipv4_mapped else str(address)
+def allowed_text(attempt: Attempt, around: Surroundings) -> str:
+    """Return what device and port allow, for a message."""
+    limits, port = around.limits, around.port
+    ports = "1 port" if limits.phys_port_cnt == 1 else f"{limits.phys_port_cnt} ports"
+    device = (
+        f"{around.device} has {ports}, max_qp_rd_atom {limits.max_qp_rd_atom}, max_qp_init_rd_atom "
+        f"{limits.max_qp_init_rd_atom}, max_res_rd_atom {limits.max_res_rd_atom} ({around.reads_held} held by this "
+        f"process's other queue pairs)"
+    )
+    words = [device]
+    if port is not None:
+        words.append(
+            f"port {port.number} is {port.state}, {port.link_layer}, active MTU {port.active_mtu} of {port.max_mtu}, "
+            f"{port.gid_tbl_len} GID rows, {port.pkey_tbl_len} partition keys, LID {port.lid}"
+        )
+    row = None if attempt.address is None else around.source(attempt.address)
+    if row is not None:
+        words.append(f"GID row {row}")
+    return "; ".join(words)
 
 
 def _state(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
@@ -206,62 +224,56 @@ def _access(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
     if strange:
         why = f"{strange} is a right of memory regions, not of queue pairs"
         yield CERTAIN, Finding("qp_access_flags", why, "Leave it out.")
-    elif access & Access.REMOTE_ATOMIC and not around.limits.atomic_cap:
-        why = "REMOTE_ATOMIC, and the device has no atomic operations (atomic_cap is 0)"
-        yield CERTAIN, Finding("qp_access_flags", why, "Leave REMOTE_ATOMIC out.")
 
 
 def _source(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
-    address, port = attempt.address, around.port
-    if address is None or not address.is_global:
+    address, table = attempt.address, around.gid_table
+    if address is None or not address.is_global or table is None:
         return
-    index = address.sgid_index
-    choose = "Choose a row that has a value and a netdev that is up; `kvxfer devices` shows the table."
-    weight = CERTAIN if attempt.error in (errno.EINVAL, errno.ENODATA, errno.ENODEV) else LIKELY
-    if port is not None and index >= port.gid_tbl_len:
-        why = f"sgid_index {index} is beyond the table's {port.gid_tbl_len} rows"
+    index, row = address.sgid_index, around.source(address)
+    choose = f"Choose another of its rows with a value, {_rows(table)}; `kvxfer devices` tells which are usable."
+    weight = CERTAIN if attempt.error in (errno.EINVAL, errno.ENODATA, errno.ENODEV, errno.ENOENT) else LIKELY
+    if index >= table.length:
+        why = f"sgid_index {index} is beyond the {table.length} rows of the GID table"
         yield weight, Finding("sgid_index", why, choose)
-    elif around.source_gid is not None and not any(around.source_gid):
-        yield weight, Finding("sgid_index", f"row {index} of the port's GID table is empty", choose)
+    elif row is None:
+        why = f"sgid_index {index} is an empty row of the GID table"
+        yield weight, Finding("sgid_index", why, choose)
     elif attempt.error == errno.ENODEV:
-        netdev = f"its netdev {around.source_netdev}" if around.source_netdev else "its netdev"
-        why = f"row {index} of the GID table ({_source_text(around)}): {netdev} is down, gone or in another namespace"
-        yield LIKELY, Finding("sgid_index", why, choose)
-    elif around.source_type is GidType.ROCE_V1:
-        why = f"row {index} is RoCE v1, which no router carries and newer devices lack"
+        why = f"sgid_index {index} is {_row_text(row)}; that netdev is down, gone or in another network namespace"
+        yield LIKELY, Finding("sgid_index", why, f"Bring it up (`ip link set {row.netdev} up`). {choose}")
+    elif row.type is GidType.ROCE_V1:
+        why = f"sgid_index {index} is a RoCE v1 row, which no router carries and not every device has"
         yield POSSIBLE, Finding("sgid_index", why, "Choose the RoCE v2 row of the same address, at both ends.")
     elif attempt.error == errno.EINVAL:
-        why = f"row {index} ({_source_text(around)}) may not suit this peer"
+        why = f"sgid_index {index} ({_row_text(row)}) may not suit this peer"
         yield POSSIBLE, Finding("sgid_index", why, choose)
 
 
 def _peer(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
     address = attempt.address
-    if address is None:
+    if address is None or not address.is_global:
         return
-    if not address.is_global:
-        if around.port is not None and around.port.link_layer is LinkLayer.ETHERNET:
-            why = "is_global is false, and Ethernet (RoCE) knows peers by GID only"
-            yield CERTAIN, Finding("is_global", why, "Set is_global, and with it dgid, sgid_index and hop_limit.")
-        return
-    source, target = _source_text(around), gid_text(address.dgid)
-    families = {_is_ipv4(around.source_gid), _is_ipv4(address.dgid)} - {None}
-    if len(families) == 2:
-        why = f"the GIDs are of two families: own {source}, peer {target}"
-        remedy = "Choose rows of the same family at both ends: IPv4 with IPv4, IPv6 with IPv6."
+    row, target = around.source(address), format_gid(address.dgid)
+    if row is not None and (gid_address(row.value).version != gid_address(address.dgid).version):
+        why = f"the GIDs are of two address families: own {format_gid(row.value)}, peer {target}"
+        remedy = "Choose rows of one family at both ends: IPv4 with IPv4, IPv6 with IPv6."
         yield LIKELY, Finding("dgid", why, remedy)
         return
-    test = f"`ping -I {around.source_netdev or '<netdev>'} {target.removeprefix('::ffff:')}`"
+    source = "an unknown GID" if row is None else _row_text(row)
+    peer_ip = gid_address(address.dgid)
+    device = row.netdev if row is not None and row.netdev else "<netdev>"
     if attempt.error == errno.ETIMEDOUT:
-        why = f"the neighbour of peer GID {target} was not resolved from own {source}: no answer to ARP or ND"
+        why = f"the neighbour of peer GID {target} was not resolved from {source}: nothing answered ARP or ND"
         remedy = (
-            f"Try {test} on this host, and see that UDP port 4791 is open; rails that are not connected to each other "
-            f"give the same, and so does a peer that starts up: try again, then another pair of devices."
+            f"Try `ping -I {device} {peer_ip}`. Without an answer the peer is down or the two rails are not connected: "
+            f"take another pair of devices. A peer that is starting up gives the same: try again. With an answer, see "
+            f"that UDP port 4791 is open."
         )
         yield LIKELY, Finding("dgid", why, remedy)
     elif attempt.error in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        why = f"no route leads from own {source} to peer GID {target}"
-        remedy = f"Look with `ip route get {target.removeprefix('::ffff:')}` and {test}; or choose GIDs of one subnet."
+        why = f"no route leads to peer GID {target} from {source}"
+        remedy = f"Look with `ip route get {peer_ip} oif {device}`; add the route, or choose GIDs that share a subnet."
         yield LIKELY, Finding("dgid", why, remedy)
     if address.hop_limit <= 1 and attempt.error in (errno.EINVAL, errno.ETIMEDOUT, errno.ENETUNREACH):
         why = f"hop_limit {address.hop_limit} reaches no peer behind a router"
@@ -277,26 +289,21 @@ def _other(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
         yield rank, Finding(culprit, why, remedy)
 
 
-def _source_text(around: Surroundings) -> str:
-    """Return own GID with its netdev, as far as they are known."""
-    gid = gid_text(around.source_gid) if around.source_gid else "unknown"
-    return f"{gid} on {around.source_netdev}" if around.source_netdev else gid
+def _row_text(row: GidEntry) -> str:
+    return f"{format_gid(row.value)} on {row.netdev}" if row.netdev else format_gid(row.value)
 
 
-def _is_ipv4(gid: bytes | None) -> bool | None:
-    """None where it cannot be told, and for link-local addresses, which every netdev has beside the others."""
-    if gid is None or len(gid) != 16 or not any(gid):
-        return None
-    return ipaddress.IPv6Address(gid).ipv4_mapped is not None
+def _rows(table: GidTable) -> str:
+    shown = ", ".join(str(entry) for entry in table.entries[:ROWS_SHOWN_MAX]) or "of which it has none"
+    return f"{shown}, ..." if len(table) > ROWS_SHOWN_MAX else shown
 
 
 _SEE_KERNEL = "Look into the kernel's log (`dmesg`): drivers say there what they do not return."
 _ERRNO_WORDS = {
     errno.EINVAL: ("every value is within what device and port say", _SEE_KERNEL),
     errno.ENOMEM: (
-        "the device or the kernel has no memory for it: too many queue pairs, too deep queues, or too low a limit of "
-        "locked memory",
-        "Make fewer or shallower queue pairs, or raise the limit (`ulimit -l unlimited`).",
+        "the device or the kernel has no memory for it: too many queue pairs, or too low a limit of locked memory",
+        "Make fewer queue pairs, with shorter queues, or raise the limit (`ulimit -l unlimited`).",
     ),
     errno.ENODEV: (
         "the device, or the netdev under it, has gone",

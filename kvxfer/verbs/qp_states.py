@@ -1,8 +1,8 @@
 """The states of an RC queue pair: which attributes each step needs, which it may carry, what values they may have.
 
 Pure: names and numbers in, names and sentences out; calls nothing. `queue_pair.py` asks here before a call; after one
-that failed it asks `qp_diagnosis.py`. Source of the table: the kernel's qp_state_table (drivers/infiniband/core/verbs.c,
-6.12), which refuses a call with EINVAL and says nothing more.
+that failed it asks `qp_diagnosis.py`. Source of the table: the kernel's qp_state_table (6.12, drivers/infiniband/core/
+verbs.c), which refuses a call with EINVAL and says nothing more.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ RANGES: dict[str, tuple[int, int]] = {
     "max_rd_atomic": (0, 255),
     "path_mig_state": (0, 2),
 }
-"""What fits the wire or the field. Source: InfiniBand specification 1.4, 9.7 and 11.2.5.2; widths of struct ibv_qp_attr.
-cffi would refuse 256 for a byte with an OverflowError; 40 for a 5-bit timer goes through and wraps in the device."""
+"""What fits the wire and the field. Source: InfiniBand specification, "Modify Queue Pair"; struct ibv_qp_attr. cffi
+would refuse 256 for a byte with an OverflowError; 40 for a timer of 5 bits goes through and wraps in some devices."""
 
 ADDRESS_RANGES: dict[str, tuple[int, int]] = {
     "port": (1, 255),
@@ -222,7 +222,9 @@ def _find_value(attributes: Mapping[str, Any], port: Port | None) -> Finding | N
 
 def _out_of_range(name: str, value: int, low: int, high: int) -> Finding:
     meaning = f" ({_MEANINGS[name]})" if name in _MEANINGS else ""
-    return Finding(name, f"{name} {int(value)} is outside {low}..{high}{meaning}", f"Give {name} a value of that range.")
+    return Finding(
+        name, f"{name} {int(value)} is outside {low}..{high}{meaning}", f"Give {name} a value of that range."
+    )
 
 
 def _find_address(address: Any, link_layer: LinkLayer | None) -> Finding | None:

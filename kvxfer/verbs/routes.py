@@ -24,8 +24,8 @@ NLMSG_ERROR = 2
 NLM_F_REQUEST = 1
 RTM_GETROUTE = 26
 RTM_F_FIB_MATCH = 0x2000
-"""Give the table's entry, or an error. Without it the kernel takes any IPv4 address for a neighbour on an interface that
-is asked for by name and has no route (`ip_route_output_key_hash_rcu`)."""
+"""Give the table's entry, or an error. Without it the kernel takes any IPv4 address for a neighbour on an interface
+that is asked for by name and has no route (`ip_route_output_key_hash_rcu`)."""
 RTA_DST, RTA_SRC, RTA_OIF, RTA_GATEWAY = 1, 2, 4, 5
 HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 ROUTE = struct.Struct("=BBBBBBBBI")  # rtmsg: family, dst_len, src_len, tos, table, protocol, scope, type, flags
@@ -66,6 +66,9 @@ def find_route(source: IpAddress, destination: IpAddress, *, interface: str = ""
         return Route(f"{source} and {destination} are addresses of different families")
     try:
         index = socket.if_nametoindex(interface) if interface else 0
+    except OSError:
+        return Route(f"there is no interface {interface} here")
+    try:
         answer = _ask(_question(source, destination, index))
     except OSError as exc:
         where = f" by {interface}" if interface else ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxfer.config import EngineConfig
+from kvxfer.config import EngineConfig, Setting
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
 An argument of `TransferEngine` wins over the environment variable, which wins over the default.
 A value outside its range raises `ConfigError` with the range.
+A variable named after "or" is Mooncake's; it is read where kvxfer's own is not set.
 A `KVXFER_*` variable that is no setting is told in the log with the closest name.
 This file is generated from `kvxfer/config.py`.
 
@@ -22,11 +23,15 @@ COMPUTED = {"shm_copy_threads": "2, or 1 on one CPU"}
 
 def render() -> str:
     rows = [
-        f"| `{row.name}` | `{row.variable}` | {row.allowed} | {COMPUTED.get(row.name) or _show(row.default)} "
+        f"| `{row.name}` | {_variables(row)} | {row.allowed} | {COMPUTED.get(row.name) or _show(row.default)} "
         f"| {row.meaning} | {row.source} |\n"
         for row in EngineConfig.settings()
     ]
     return HEAD + "".join(rows)
+
+
+def _variables(row: Setting) -> str:
+    return ", or ".join(f"`{name}`" for name in (row.variable, *row.synonyms))
 
 
 def _show(default: object) -> str:

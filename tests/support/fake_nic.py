@@ -189,9 +189,7 @@ def link_local(address: str) -> str:
 def mlx5_gids(address: str, ndev: str) -> dict[int, FakeGid]:
     """Return the four rows that a ConnectX port on Ethernet has for one address."""
     rows = [
-        gid(text, type, ndev)
-        for text in (link_local(address), address)
-        for type in (GidType.ROCE_V1, GidType.ROCE_V2)
+        gid(text, type, ndev) for text in (link_local(address), address) for type in (GidType.ROCE_V1, GidType.ROCE_V2)
     ]
     return dict(enumerate(rows))
 

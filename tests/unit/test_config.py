@@ -119,7 +119,7 @@ def test_key_is_never_shown() -> None:
 
     assert config.key == b"correct horse"
     assert "horse" not in repr(config)
-    assert "key" not in repr(config).replace("keepalive", "")
+    assert "key=" not in repr(config)
 
 
 @pytest.mark.parametrize("key", ["", "2short", b"2short", 12345678, ["secretsecret"]])

@@ -63,7 +63,7 @@ add_device() { # DEVICE NETDEV
     rdma link add "$1" type rxe netdev "$2"
 }
 
-# DEVICE GID [NETDEV]: wait until the GID, in the long form of sysfs, is in the table; the kernel adds them in the background.
+# DEVICE GID: wait until the GID, in the long form of sysfs, is in the table; the kernel adds them in the background.
 await_gid() {
     await has_gid "$@" || { echo "lab: $1 has no GID $2" >&2 && return 1; }
 }
@@ -73,7 +73,7 @@ await_no_gid() { # DEVICE GID
 }
 
 has_gid() {
-    cat /sys/class/infiniband/"$1"/ports/1/gids/{0..31} | grep -qx "$2"
+    grep -qxs "$2" /sys/class/infiniband/"$1"/ports/1/gids/{0..31}
 }
 
 lacks_gid() {

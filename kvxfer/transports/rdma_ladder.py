@@ -1,0 +1,122 @@
+"""The attributes of a queue pair, and what is lowered when a device refuses them: one table.
+
+No two kinds of device take the same attributes, and a refusal is a bare errno. So a connection begins with the best
+values that both ends say they can do, and goes down the ladder one rung at a time, with a fresh queue pair for each try
+(Intel irdma does not take one back to RESET). Every rung is recorded; what worked is remembered for the kind of device.
+Pure. The side that opens the connection decides for both, so that there is one ladder and not two that run against each
+other. Read next: `rdma_connect.py`, which climbs down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LADDER", "Attempt", "QueuePairAttributes", "descend"]
+
+MTU_STEPS = (4096, 2048, 1024, 512, 256)
+READ_DEPTH_STEPS = (16, 4, 1)
+SEND_DEPTH_STEPS = (128, 64, 32, 16)
+HOP_LIMIT_STEPS = (255, 1)
+
+
+@dataclass(frozen=True)
+class QueuePairAttributes:
+    """What both ends of one connection are set to.
+
+    path_mtu: bytes. read_depth: READs that are on their way at once. send_depth: work requests that the queue holds.
+    timeout: of an acknowledgement, 4.096 us * 2**timeout per try. is_global: None for what the link needs.
+    """
+
+    path_mtu: int
+    read_depth: int
+    send_depth: int = 256
+    timeout: int = 18  # 1.07 s: long enough for a link to come back; NCCL's value since 2.14
+    retry_count: int = 6  # 7 is "for ever" on rxe and others
+    rnr_retry: int = 6  # kvxfer sends nothing that needs a receive
+    min_rnr_timer: int = 12  # 0.64 ms; every engine's value
+    hop_limit: int = 64  # crosses routers; 1 would stay in the rack
+    traffic_class: int = 0
+    service_level: int = 0
+    is_global: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes by name."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try that failed: where, with what, why, and what was changed for the next."""
+
+    step: str
+    """create, INIT, RTR or RTS."""
+    side: str
+    """local or remote."""
+    errno: int
+    reason: str
+    attributes: QueuePairAttributes
+    change: str
+
+    def __str__(self) -> str:
+        name = errno.errorcode.get(self.errno, str(self.errno)) if self.errno else "refused"
+        return f"{self.step} ({self.side}) {name}; {self.change}"
+
+
+def _step_down(name: str, steps: tuple[int, ...]) -> Callable[[QueuePairAttributes], QueuePairAttributes | None]:
+    def lower(attributes: QueuePairAttributes) -> QueuePairAttributes | None:
+        for step in steps:
+            if step < getattr(attributes, name):
+                return dataclasses.replace(attributes, **{name: step})  # type: ignore[arg-type]
+        return None
+
+    return lower
+
+
+def _other_hop_limit(attributes: QueuePairAttributes) -> QueuePairAttributes | None:
+    for step, after in zip((64, *HOP_LIMIT_STEPS), HOP_LIMIT_STEPS, strict=False):
+        if attributes.hop_limit == step:
+            return dataclasses.replace(attributes, hop_limit=after)
+    return None
+
+
+def _with_global_route(attributes: QueuePairAttributes) -> QueuePairAttributes | None:
+    return dataclasses.replace(attributes, is_global=True) if attributes.is_global is None else None
+
+
+_read_depth = _step_down("read_depth", READ_DEPTH_STEPS)
+_path_mtu = _step_down("path_mtu", MTU_STEPS)
+_send_depth = _step_down("send_depth", SEND_DEPTH_STEPS)
+
+LADDER: Mapping[str, tuple[tuple[frozenset[int], Callable[[QueuePairAttributes], QueuePairAttributes | None]], ...]] = {
+    # The product of requests and their size is bounded, not each alone; a device has room for so many queues.
+    "create": ((frozenset({errno.EINVAL, errno.ENOMEM}), _send_depth),),
+    "RTR": (
+        # A read depth above the device's, or above what is left of a budget for the whole device (Ionic).
+        (frozenset({errno.EINVAL, errno.ENOMEM}), _read_depth),
+        # An active MTU that the port does not carry after all.
+        (frozenset({errno.EINVAL}), _path_mtu),
+        (frozenset({errno.EINVAL}), _other_hop_limit),
+        # An InfiniBand port that wants a global route header and does not say so.
+        (frozenset({errno.EINVAL}), _with_global_route),
+    ),
+    "RTS": ((frozenset({errno.EINVAL, errno.ENOMEM}), _read_depth),),
+}
+"""For each step: on which errno which attribute is lowered, in this order. Source: docs/rdma.md, "The ladder"."""
+
+
+def descend(attributes: QueuePairAttributes, step: str, number: int) -> tuple[QueuePairAttributes, str] | None:
+    """Return the attributes for the next try after `step` failed with errno `number`, and what was changed.
+
+    None: nothing is left to lower; another pair of GIDs, or of devices, may still do.
+    """
+    for numbers, lower in LADDER.get(step, ()):
+        lowered = lower(attributes) if number in numbers else None
+        if lowered is not None:
+            before, after = attributes.to_json(), lowered.to_json()
+            changes = [f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name]]
+            return lowered, ", ".join(changes)
+    return None

@@ -1,0 +1,236 @@
+"""The send queue of one connected queue pair: which slices are on it, in which order, and what has come back.
+
+Work requests are numbered from 1 as they are posted; the number is their wr_id. A queue pair works in order, so one
+completion stands for all before it, and the state is two numbers and a short list of spans. Its completion queue is its
+own: it holds as many completions as there can be (after an error every request gives one), so that it cannot overrun,
+and no peer waits behind another. Not thread-safe: the endpoint's lock is held for every call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer.errors import PostError, VerbsError
+from kvxfer.types import AddressColumn, Opcode
+from kvxfer.verbs.enums import CompletionStatus, QueuePairState, WorkOpcode
+from kvxfer.verbs.work_request import WorkRequestBatch
+
+if TYPE_CHECKING:
+    from kvxfer.transports.base import Transfer
+    from kvxfer.verbs.completion_queue import CompletionChannel, CompletionQueue
+    from kvxfer.verbs.queue_pair import QueuePair
+    from kvxfer.verbs.work_request import Column
+
+__all__ = ["Fault", "Lane", "SendQueue"]
+
+SIGNAL_EVERY_MAX = 64
+"""UCX's value: a completion costs about as much as posting a request, and slots come back by completions only."""
+DRAIN_TICK_S = 0.0002
+_WORK = {Opcode.WRITE: WorkOpcode.RDMA_WRITE, Opcode.READ: WorkOpcode.RDMA_READ}
+
+
+class Lane:
+    """What one transfer has on one rail: slices as columns, how many were posted, how many are done.
+
+    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all.
+    """
+
+    __slots__ = ("count", "done", "ends", "lkey", "local", "nbytes", "posted", "remote", "rkey", "rows", "transfer")
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        local: AddressColumn,
+        remote: AddressColumn,
+        nbytes: AddressColumn,
+        lkey: Column,
+        rkey: Column,
+        rows: AddressColumn,
+    ) -> None:
+        self.transfer = transfer
+        self.local = local
+        self.remote = remote
+        self.nbytes = nbytes
+        self.lkey = lkey
+        self.rkey = rkey
+        self.rows = rows
+        self.count = len(local)
+        self.posted = 0
+        self.done = 0
+        self.ends = nbytes.cumsum()
+
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes that are not known to be in place."""
+        return int(self.ends[-1]) - (int(self.ends[self.done - 1]) if self.done else 0)
+
+    def advance(self, count: int) -> None:
+        """The next `count` slices are in place."""
+        if count == 0:
+            return
+        before = int(self.ends[self.done - 1]) if self.done else 0
+        self.done += count
+        self.transfer.nbytes_done += int(self.ends[self.done - 1]) - before
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The completion that broke a queue. lane, slice: whose request it was, None where nobody knows."""
+
+    status: CompletionStatus
+    vendor_err: int
+    lane: Lane | None = None
+    slice: int = 0
+
+    def __str__(self) -> str:
+        vendor = f", vendor error {self.vendor_err:#x}" if self.vendor_err else ""
+        return f"{self.status.name} ({int(self.status)}{vendor}): {self.status.meaning}"
+
+
+class SendQueue:
+    """One queue pair, ready to send, with the slices on it."""
+
+    def __init__(self, queue_pair: QueuePair, completions: CompletionQueue, channel: CompletionChannel) -> None:
+        self.queue_pair = queue_pair
+        self.channel = channel
+        self.depth = queue_pair.capabilities.max_send_wr
+        self.fault: Fault | None = None
+        """Why the queue is broken; nothing is posted to it any more."""
+        self._completions = completions
+        self._batch = WorkRequestBatch(self.depth)
+        self._signal_every = max(1, min(SIGNAL_EVERY_MAX, self.depth // 2))
+        # the number of the last request of each post, whose they are, and how many of its slices were posted then
+        self._spans: deque[tuple[int, Lane, int]] = deque()
+        self._posted = 0
+        self._done = 0
+        self._seen = 0
+        self._is_armed = False
+
+    @property
+    def outstanding(self) -> int:
+        """Requests on the queue."""
+        return self._posted - self._done
+
+    def lanes(self) -> list[Lane]:
+        """The lanes with slices on the queue."""
+        return list({id(lane): lane for _, lane, _ in self._spans}.values())
+
+    def post(self, lane: Lane) -> int:
+        """Post as many of the lane's slices as there is room for, if that is worth a call; returns how many.
+
+        Raises PostError where the device refuses a request; those before it are on the queue.
+        """
+        left = lane.count - lane.posted
+        room = self.depth - (self._posted - self._done)
+        if room < left and room < self.depth >> 2:
+            return 0
+        count = min(left, room)
+        if count == 0:
+            return 0
+        at = lane.posted
+        end = at + count
+        lkey, rkey = lane.lkey, lane.rkey
+        self._batch.fill(
+            _WORK[lane.transfer.opcode],
+            local_addr=lane.local[at:end],
+            lkey=lkey if isinstance(lkey, int) else lkey[at:end],
+            remote_addr=lane.remote[at:end],
+            rkey=rkey if isinstance(rkey, int) else rkey[at:end],
+            nbytes=lane.nbytes[at:end],
+            wr_id=self._posted + 1,
+            signal_every=self._signal_every,
+        )
+        try:
+            self.queue_pair.post_send(self._batch)
+        except PostError as error:
+            self._note_posted(lane, error.posted_count)
+            raise
+        self._note_posted(lane, count)
+        return count
+
+    def _note_posted(self, lane: Lane, count: int) -> None:
+        if count:
+            self._posted += count
+            lane.posted += count
+            lane.transfer.nbytes_moved = max(lane.transfer.nbytes_moved, 1)  # it has begun
+            self._spans.append((self._posted, lane, lane.posted))
+
+    def poll(self) -> bool:
+        """Take what has completed; whether there was anything."""
+        rows = self._completions.poll()
+        count = len(rows)
+        if count == 0:
+            return False
+        status = rows["status"]
+        self._seen = int(rows["wr_id"][-1])
+        if not status.any():
+            self._complete(self._seen)
+            return True
+        first = int(np.flatnonzero(status)[0])
+        if first:
+            self._complete(int(rows["wr_id"][first - 1]))
+        if self.fault is None:
+            self.fault = self._blame(rows, first)
+        return True
+
+    def _complete(self, number: int) -> None:
+        """All requests up to `number` are done."""
+        spans = self._spans
+        while spans:
+            end, lane, _ = spans[0]
+            if end > number:
+                lane.advance(number - self._done)
+                self._done = number
+                return
+            lane.advance(end - self._done)
+            self._done = end
+            spans.popleft()
+
+    def _blame(self, rows: np.ndarray[tuple[int], np.dtype[np.void]], first: int) -> Fault:
+        number = int(rows["wr_id"][first])
+        status = CompletionStatus(int(rows["status"][first]))
+        vendor_err = int(rows["vendor_err"][first])
+        for end, lane, posted in self._spans:
+            if number <= end:
+                return Fault(status, vendor_err, lane, posted - 1 - (end - number))
+        return Fault(status, vendor_err)
+
+    def arm(self) -> None:
+        """Have the channel become readable at the next completion; poll once more after it."""
+        if not self._is_armed:
+            self._completions.request_notification()
+            self._is_armed = True
+
+    def disarm(self) -> None:
+        """Take the channel's events."""
+        while self.channel.get_event() is not None:
+            self._is_armed = False
+
+    def stop(self, deadline: float) -> bool:
+        """Move the queue pair to ERR and wait until every request has come back; whether they have.
+
+        After that the device touches no memory for any of them. What was done before is counted as done.
+        """
+        if self.fault is None:
+            self.fault = Fault(CompletionStatus.WR_FLUSH_ERR, 0)
+        try:
+            if self.queue_pair.state is not QueuePairState.ERR:
+                self.queue_pair.to_error()
+            while self._seen < self._posted:
+                if not self.poll():
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(DRAIN_TICK_S)
+        except VerbsError:
+            return False  # the device is gone; destroying the queue pair ends what it was doing
+        return True
+
+    def close(self) -> None:
+        """Destroy the queue pair and what belongs to it: nothing of it is in flight afterwards."""
+        for handle in (self.queue_pair, self._completions, self.channel):
+            handle.close()

@@ -1,0 +1,125 @@
+"""Which port talks to which port of the peer, and which is near to a buffer.
+
+Pure. Two ports make a pair where they have one kind of link, one partition and GIDs that fit; of the pairs, those in
+one subnet come first, then those whose devices have one name on both hosts, then those in one place of the lists.
+No pair is tried that cannot work, and none is the only one: `rank_port_pairs` gives what to go on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import DeviceUnusableError
+from kvxfer.verbs.gid_candidate import GidScope
+from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
+from kvxfer.verbs.port_offer import PortOffer, find_pkey_conflict
+
+__all__ = ["PortPair", "find_shared_gids", "match_ports", "rank_port_pairs", "split_by_numa_node"]
+
+
+@dataclass(frozen=True)
+class PortPair:
+    """Two ports that can be connected. gids: the best pair of their GIDs; None on InfiniBand ports without any."""
+
+    local: PortOffer
+    remote: PortOffer
+    gids: GidPair | None
+
+    def __str__(self) -> str:
+        return f"{self.local} to the peer's {self.remote}" + (f", {self.gids}" if self.gids else "")
+
+
+def rank_port_pairs(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> list[PortPair]:
+    """Return every pair of ports that could work, best first."""
+    found = []
+    for row, ours in enumerate(local):
+        for other_row, theirs in enumerate(remote):
+            if find_conflict(ours, theirs):
+                continue
+            gids = next(iter(rank_gid_pairs(ours.gids, theirs.gids)), None)
+            key = (
+                gids is not None and gids.is_broken,
+                gids is not None and gids.rank.is_other_subnet,
+                ours.device != theirs.device,
+                abs(row - other_row),
+                gids.rank if gids else (),
+                max(row, other_row),
+                row,
+            )
+            found.append((key, PortPair(ours, theirs, gids)))
+    return [pair for _, pair in sorted(found, key=lambda item: item[0])]
+
+
+def match_ports(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> list[PortPair]:
+    """Return a pair for each local port that has any, with the peer's ports shared out evenly: the rails to begin with.
+
+    Raises DeviceUnusableError, with the reason of each pair, where no two ports fit.
+    """
+    left = rank_port_pairs(local, remote)
+    if not left:
+        raise _no_pair(local, remote)
+    uses: dict[PortOffer, int] = dict.fromkeys(remote, 0)
+    matched: list[PortPair] = []
+    while left:
+        # min() takes the first of equal ones: of the pairs with the least used remote port, the best
+        best = min(left, key=lambda pair: uses[pair.remote])
+        matched.append(best)
+        uses[best.remote] += 1
+        left = [pair for pair in left if pair.local != best.local]
+    order = {offer: row for row, offer in enumerate(local)}
+    return sorted(matched, key=lambda pair: order[pair.local])
+
+
+def find_conflict(local: PortOffer, remote: PortOffer) -> str:
+    """Return why two ports can never be connected; "" where nothing is known against it."""
+    if local.link_layer is not remote.link_layer:
+        return f"{local.link_layer} here, {remote.link_layer} there"
+    conflict = find_pkey_conflict(local, remote)
+    if conflict or not (local.gids or remote.gids):
+        return conflict
+    return "" if rank_gid_pairs(local.gids, remote.gids) else "no common kind of GID"
+
+
+def find_shared_gids(offers: Sequence[PortOffer]) -> list[str]:
+    """Return a warning for each GID that several ports offer: a bond over two cards, whose rails are not independent.
+
+    Link-local GIDs are left out: they are unique on a link only.
+    """
+    holders: dict[bytes, list[PortOffer]] = {}
+    names: dict[bytes, str] = {}
+    for offer in offers:
+        for value in dict.fromkeys(one.value for one in offer.gids if one.scope is GidScope.ROUTABLE):
+            holders.setdefault(value, []).append(offer)
+            names.setdefault(value, next(str(one.address) for one in offer.gids if one.value == value))
+    groups: dict[tuple[PortOffer, ...], list[str]] = {}
+    for value, sharing in holders.items():
+        if len(sharing) > 1:
+            groups.setdefault(tuple(sharing), []).append(names[value])
+    return [
+        f"{' and '.join(map(str, sharing))} have the same address {', '.join(addresses)}: no independent rails"
+        for sharing, addresses in groups.items()
+    ]
+
+
+def split_by_numa_node(nodes: Mapping[str, int | None], node: int | None) -> tuple[list[str], list[str]]:
+    """Return (near, far): the devices to prefer for a buffer on `node`, and the others.
+
+    nodes: the NUMA node of each device. Where either is not known, every such device is as near as any.
+    """
+    near = [name for name, own in nodes.items() if node is None or own is None or own == node]
+    return near, [name for name in nodes if name not in near]
+
+
+def _no_pair(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> DeviceUnusableError:
+    conflicts = {f"{ours} to {theirs}": find_conflict(ours, theirs) for ours in local for theirs in remote}
+    layers = {offer.link_layer for offer in local} & {offer.link_layer for offer in remote}
+    reason = "no common link layer" if conflicts and not layers else "no two ports fit"
+    told = "; ".join(f"{pair}: {why}" for pair, why in conflicts.items()) or "one end offers no port"
+    return DeviceUnusableError(
+        f"no RDMA port here can talk to one of the peer, {reason}: {told}.",
+        remedy="`kvxfer devices` on both hosts shows what they have; other transports go on.",
+        device=", ".join(dict.fromkeys(offer.device for offer in local)),
+        reason=reason,
+        conflicts=conflicts,
+    )
