@@ -14,7 +14,7 @@ DEV_INSTALLED := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all cover lint format types peers bench fuzz wheel clean
+.PHONY: help demo test test-all lab cover lint format types peers bench fuzz wheel clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: $(DEV_INSTALLED) ## the quick tests
 
 test-all: $(DEV_INSTALLED) ## the slow tests too
 	$(BIN)/python -m pytest -q -m "$(ALL)"
+
+lab: $(DEV_INSTALLED) ## the RDMA tests, in guests with soft-RoCE devices (QEMU; LAB=uml: User-Mode Linux)
+	bash tests/lab/run-tests.sh
 
 cover: $(DEV_INSTALLED) ## test-all with the lines that no test reaches
 	$(BIN)/python -m coverage erase

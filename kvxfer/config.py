@@ -239,6 +239,67 @@ class EngineConfig:
         synonyms=("MC_MTU",),
         choices=(256, 512, 1024, 2048, 4096),
     )
+    rdma_send_depth: int = _setting(
+        "requests",
+        256,
+        "requests that wait in one send queue; the device's max_qp_wr is a bound as well",
+        "UCX's and Mooncake's value",
+        low=2,
+        high=32768,
+        parse=int,
+        synonyms=("MC_MAX_WR",),
+    )
+    rdma_timeout: int = _setting(
+        "exponent",
+        18,
+        "time an acknowledgement may take, 4.096 us * 2**exponent for each try",
+        "1.07 s: longer than a link's flap; NCCL's value since 2.14",
+        low=1,
+        high=31,
+        parse=int,
+    )
+    rdma_retry_count: int = _setting(
+        "tries",
+        6,
+        "how often a packet that is not acknowledged is sent again",
+        "7 is for ever on some devices, soft RoCE among them",
+        low=0,
+        high=7,
+        parse=int,
+    )
+    rdma_hop_limit: int = _setting(
+        "hops", 64, "routers that a RoCE packet may cross", "the usual TTL of IP", low=1, high=255, parse=int
+    )
+    rdma_traffic_class: int = _setting(
+        "number",
+        0,
+        "traffic class (DSCP and ECN) of RoCE packets",
+        "none marked",
+        low=0,
+        high=255,
+        parse=int,
+        synonyms=("MC_IB_TC",),
+    )
+    rdma_service_level: int = _setting(
+        "number",
+        0,
+        "service level of packets",
+        "the default level",
+        low=0,
+        high=15,
+        parse=int,
+        synonyms=("MC_IB_SL",),
+    )
+    rdma_chunk_nbytes_max: int = _setting(
+        "bytes",
+        1 << 62,
+        "longest memory region on a device; the device's max_mr_size is a bound as well",
+        "the device's own limit",
+        low=1 << 16,
+        high=1 << 62,
+        parse=int,
+        synonyms=("MC_MAX_MR_SIZE",),
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.key, str):

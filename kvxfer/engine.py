@@ -44,6 +44,7 @@ from kvxfer.system.calls import is_readable
 from kvxfer.transports import TRANSPORTS
 from kvxfer.transports.base import Transport
 from kvxfer.transports.loop import Loop
+from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.transports.shm import ShmTransport
 from kvxfer.transports.tcp import TcpTransport
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
@@ -456,6 +457,7 @@ class TransferEngine:
     def _open_transports(self) -> None:
         makers: dict[str, Callable[[], Transport]] = {
             "shm": lambda: ShmTransport(self.config, self.loop, self.generation),
+            "rdma": lambda: RdmaTransport(self.config, self.loop),
             "tcp": lambda: TcpTransport(self.config, self.service),
         }
         for name in self.config.transports:
@@ -481,7 +483,9 @@ class TransferEngine:
         with reserved:
             try:
                 for transport_name, transport in self._transports.items():
-                    keys[transport_name] = transport.register(view.address, view.nbytes, rights=rights)
+                    keys[transport_name] = transport.register(
+                        view.address, view.nbytes, rights=rights, read_only=view.read_only
+                    )
                 return reserved.commit(keys)
             except BaseException:
                 for transport_name, key in keys.items():

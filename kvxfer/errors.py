@@ -39,6 +39,7 @@ KvxferError
 └─ TransferError                      a batch failed; not one byte more is written (.rows, .nbytes_done)
    ├─ TransferTimeoutError            its deadline passed
    ├─ TransferCancelledError          the caller cancelled it
+   ├─ CompletionError                 an RDMA device gave a request back failed (.status, .vendor_err, .device)
    └─ RemoteAccessError               the peer refused rows: not registered there, or without the right
 
 A message says what failed with which values, why that usually happens, and what to do; the last part is
@@ -56,6 +57,7 @@ __all__ = [
     "AllocationError",
     "AuthenticationError",
     "ClosedError",
+    "CompletionError",
     "ConfigError",
     "DeviceNotFoundError",
     "DeviceUnusableError",
@@ -315,6 +317,14 @@ class TransferCancelledError(TransferError):
     """The caller cancelled the batch."""
 
     retryable = False
+
+
+class CompletionError(TransferError):
+    """An RDMA device gave a request back failed; `status` is the name of its completion status."""
+
+    status: str = ""
+    vendor_err: int = 0
+    device: str = ""
 
 
 class RemoteAccessError(TransferError):

@@ -28,13 +28,13 @@ from kvxfer.errors import (
     TransferTimeoutError,
     TransportUnavailableError,
 )
-from kvxfer.handshake.bodies import clean
 from kvxfer.handshake.frames import ANSWERING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory.regions import RegionTable
 from kvxfer.remote_table import RemoteTable, parse_regions
 from kvxfer.session import Pending, Session, split_number
+from kvxfer.text import clean
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer
 from kvxfer.types import Opcode, RegionDescriptor
 

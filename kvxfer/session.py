@@ -29,7 +29,6 @@ from kvxfer.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from kvxfer.handshake.bodies import clean
 from kvxfer.handshake.events import (
     CardWanted,
     Established,
@@ -43,6 +42,7 @@ from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.keepalive import Keepalive
 from kvxfer.handshake.machine import Handshake
 from kvxfer.log import get_logger
+from kvxfer.text import clean
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 
 __all__ = ["Session", "SessionOwner"]

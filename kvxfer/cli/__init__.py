@@ -1,4 +1,4 @@
-"""The command line: `kvxfer demo`, `serve`, `bench`, `doctor`.
+"""The command line: `kvxfer demo`, `serve`, `bench`, `devices`, `doctor`.
 
 This file is the parser and what holds for every command: how errors are told, exit statuses, interrupts. Each command
 is a module of its own and is imported when it is run, so that `kvxfer --help` answers at once.
@@ -81,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_examples(
             """
             kvxfer doctor                        what this machine can do, and what to change
+            kvxfer devices                       RDMA devices, and which of their addresses are used, and why
             kvxfer demo                          two processes, every transport, every byte checked
             kvxfer serve --host 192.0.2.7        on one machine: memory that others may bench against
             kvxfer bench --peer 192.0.2.7:7777   on another: how fast is the way to it?
@@ -96,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_serve(commands)
     _add_bench(commands)
+    _add_devices(commands)
     _add_doctor(commands)
     return parser
 
@@ -231,6 +233,28 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
         "--plot", type=Path, metavar="FILE", help="draw the result too: a .png or .svg (needs matplotlib)"
     )
     bench.add_argument("--json", action="store_true", help="print one JSON object a line, one per row")
+
+
+def _add_devices(commands: Commands[argparse.ArgumentParser]) -> None:
+    devices = _add_command(
+        commands,
+        "devices",
+        "show the RDMA devices of this machine and what kvxfer would use of them",
+        """
+        Shows each port with its state, link, speed and MTU, the limits kvxfer keeps to, and every row of its GID table
+        with the reason for or against it. The settings that fix a choice (KVXFER_RDMA_DEVICES, KVXFER_GID_INDEX ...)
+        are taken into account. Exit status 1: no port can be used.
+        """,
+        """
+        kvxfer devices
+        kvxfer devices mlx5_0 mlx5_1:2
+        kvxfer devices --to 192.0.2.9        is there a route from each address to this one?
+        kvxfer devices --json | jq -r '.ports[] | select(.usable) | .gid_index'
+        """,
+    )
+    devices.add_argument("names", nargs="*", metavar="NAME", help="devices or ports to show (default: all)")
+    devices.add_argument("--to", type=types.address, metavar="ADDRESS", help="also look for routes to this IP address")
+    devices.add_argument("--json", action="store_true", help="print one JSON object a line, one per device")
 
 
 def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -5,6 +5,7 @@ Pure. A word that cannot be meant raises ArgumentTypeError with what would be ri
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -14,7 +15,18 @@ from kvxfer.addresses import parse_host_port
 from kvxfer.config import TRANSPORT_NAMES
 from kvxfer.errors import KvxferError
 
-__all__ = ["OPERATIONS", "TRANSPORT_NAMES", "listed", "operation", "peer", "port", "positive", "size", "transport"]
+__all__ = [
+    "OPERATIONS",
+    "TRANSPORT_NAMES",
+    "address",
+    "listed",
+    "operation",
+    "peer",
+    "port",
+    "positive",
+    "size",
+    "transport",
+]
 
 OPERATIONS = ("write", "read")
 _UNITS = {
@@ -77,6 +89,14 @@ def peer(text: str) -> str:
     if target.port == 0:
         raise ArgumentTypeError(f"{text!r} names port 0; give the port that the peer printed")
     return text
+
+
+def address(text: str) -> str:
+    """An IP address."""
+    try:
+        return str(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no IP address") from None
 
 
 def transport(text: str) -> str:

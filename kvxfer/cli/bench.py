@@ -22,6 +22,7 @@ from kvxfer.cli.environment import given
 from kvxfer.cli.keys import key_settings
 from kvxfer.cli.table import Progress, Style, format_size
 from kvxfer.cli.workload import Lane, Plan, Pool, ReadBack, Remote, allocate_plain, median, pool_nbytes_for
+from kvxfer.config import EngineConfig
 from kvxfer.errors import PeerRefusedError, TransportUnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 REGION_NAME = "kvxfer.serve"  # what `serve` calls its pool
-CARRIERS = ("shm", "tcp")
+CARRIERS = ("shm", "rdma", "tcp")
 LOCAL_SALT = 1 << 16
 
 
@@ -94,13 +95,13 @@ def _shapes(arguments: Namespace) -> Iterator[tuple[int, int]]:
 def _refuse_rdma(arguments: Namespace) -> None:
     """Say before anything is started why rdma cannot be measured."""
     if "rdma" in (arguments.transport or ()):
-        from kvxfer.transports.rdma import rdma_probe
-        from kvxfer.verbs.probe import probe_verbs
+        from kvxfer.transports.rdma import RdmaTransport
 
-        probe = rdma_probe(probe_verbs())
-        raise TransportUnavailableError(
-            f"rdma cannot be measured here: {probe.reason}.", remedy=probe.remedy, reasons={"rdma": probe.reason}
-        )
+        probe = RdmaTransport.probe(EngineConfig.resolve())
+        if not probe.usable:
+            raise TransportUnavailableError(
+                f"rdma cannot be measured here: {probe.reason}.", remedy=probe.remedy, reasons={"rdma": probe.reason}
+            )
 
 
 def _target(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,11 @@ from kvxfer.errors import (
     TransportUnavailableError,
 )
 from kvxfer.handshake.frames import field
+from kvxfer.text import clean
 
 __all__ = [
     "Hello",
     "check_hello",
-    "clean",
     "error_from_json",
     "error_to_json",
     "parse_reasons",
@@ -207,15 +206,3 @@ def check_hello(hello: Hello) -> Hello:
         raise LocalProtocolError(f"this engine's own HELLO is wrong: {exc.message}") from exc
     return hello
 
-
-def clean(text: str, length_max: int = 200) -> str:
-    """Return `text` in one line, without control characters and not longer than that."""
-    cut = text[: 4 * length_max]  # bounds the work; what is dropped below still leaves enough to fill the length
-    kept = cut if cut.isascii() and cut.isprintable() else "".join(map(_printable, cut))
-    return kept if len(kept) <= length_max else kept[: length_max - 3] + "..."
-
-
-def _printable(letter: str) -> str:
-    if letter in "\n\r\t":
-        return " "
-    return "" if unicodedata.category(letter).startswith("C") else letter

@@ -31,7 +31,6 @@ from kvxfer.errors import (
 from kvxfer.handshake.bodies import (
     Hello,
     check_hello,
-    clean,
     error_from_json,
     error_to_json,
     parse_reasons,
@@ -65,6 +64,7 @@ from kvxfer.handshake.frames import (
     encode_json,
     field,
 )
+from kvxfer.text import clean
 
 __all__ = ["Handshake", "Role", "State"]
 

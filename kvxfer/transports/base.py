@@ -114,6 +114,10 @@ class Transfer:
             self._columns = (local, remote, nbytes)
         return self._columns
 
+    def first_row_of(self, at: int) -> int:
+        """Return the caller's row that row `at` of the columns begins with."""
+        return 0 if self.first_row is None else int(self.first_row[at])
+
     def finish(self, error: KvxferError | None = None) -> None:
         """Set the one and only end of this transfer; the caller holds `lock`."""
         assert not self.finished, "a transfer ends once"
@@ -253,8 +257,11 @@ class Transport(ABC):
         """Return what a peer must know to reach this engine: plain JSON values."""
 
     @abstractmethod
-    def register(self, address: int, nbytes: int, *, rights: Rights) -> dict[str, Any]:
-        """Make memory reachable and return what a peer needs for it: plain JSON values; all or nothing."""
+    def register(self, address: int, nbytes: int, *, rights: Rights, read_only: bool = False) -> dict[str, Any]:
+        """Make memory reachable and return what a peer needs for it: plain JSON values; all or nothing.
+
+        read_only: the memory itself cannot be written.
+        """
 
     @abstractmethod
     def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:

@@ -1,86 +1,209 @@
-"""RDMA: what this release can say about it. The data path is not in this release.
+"""RDMA: one RC queue pair for each rail to a peer, one-sided reads and writes by the devices.
 
-`probe` tells what the machine has, so that the answer to "why not rdma" is made of facts. Nothing is loaded at import;
-libibverbs is opened by `probe` and no call is made into it. The facts come from `verbs/probe.py`.
+`RdmaTransport` owns the open ports, the registrations and the answering side; an endpoint holds the rails to one peer.
+libibverbs is opened by `probe`, never at import. Read next: `rdma_endpoint.py` (a batch's way), `rdma_rail.py` (how a
+connection is made), docs/rdma.md (what an operator sees).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvxfer.transports.base import Transport
-from kvxfer.types import Probe
+from kvxfer.errors import KvxferError, RemoteProtocolError, TransportUnavailableError, VerbsUnavailableError
+from kvxfer.log import get_logger
+from kvxfer.transports.base import Endpoint, PeerLink, Transport
+from kvxfer.types import Probe, Rights
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
-    from kvxfer.verbs.probe import VerbsReport
+    from kvxfer.memory.registration import Registration
+    from kvxfer.transports.loop import Loop
+    from kvxfer.transports.rdma_nic import Nic, NicSurvey
+    from kvxfer.verbs.library import VerbsLibrary
 
-__all__ = ["RdmaTransport", "rdma_probe"]
+__all__ = ["RdmaTransport"]
+
+PORTS_MAX = 64
+"""Ports of one peer: more is no card that a kvxfer sends."""
+
+log = get_logger(__name__)
 
 
 class RdmaTransport(Transport):
-    """Reserves the name; its methods stay abstract until the data path exists, so that no engine can hold one."""
+    """What this engine does over its RDMA ports."""
 
     name: ClassVar[str] = "rdma"
 
+    def __init__(
+        self, config: EngineConfig, loop: Loop, library: VerbsLibrary | None = None, *, root: Path = Path("/")
+    ) -> None:
+        from kvxfer.transports.rdma_nic import open_nics
+        from kvxfer.transports.rdma_service import RdmaService
+        from kvxfer.verbs.rails import find_shared_gids
+
+        self._config = config
+        self._loop = loop
+        survey = open_nics(config, library, root=root)
+        self.nics: tuple[Nic, ...] = survey.nics
+        self._registrations: dict[tuple[int, int], Registration] = {}
+        self.service = RdmaService(self.nics, config)
+        for warning in find_shared_gids([nic.offer() for nic in self.nics]):
+            log.warning("rdma.shared_gid", warning=warning)
+        self._watchers = [_EventReader(nics) for nics in _by_device(self.nics)]
+        for watcher in self._watchers:
+            loop.call_soon(lambda one=watcher: loop.add(one))  # type: ignore[misc]
+
     @classmethod
     def probe(cls, config: EngineConfig) -> Probe:
-        """Say why kvxfer does not use RDMA here, and what it uses instead; never raises."""
-        del config  # nothing of it changes the answer
-        from kvxfer.verbs.probe import probe_verbs
+        """Open the devices, look, and close them again; never raises."""
+        from kvxfer.transports.rdma_nic import close_nics, open_nics
 
-        return rdma_probe(probe_verbs())
+        try:
+            survey = open_nics(config)
+        except KvxferError as error:
+            return Probe("rdma", usable=False, reason=error.message, remedy=error.remedy, details=_details(error))
+        probe = _survey_probe(survey)
+        close_nics(survey.nics)
+        return probe
 
+    def card(self) -> dict[str, Any]:
+        return {"ports": [{"kind": nic.kind, "offer": nic.offer().to_json()} for nic in self.nics if not nic.is_down]}
 
-def rdma_probe(report: VerbsReport) -> Probe:
-    """Turn the facts into the probe's words."""
-    return Probe(
-        transport="rdma",
-        usable=False,
-        reason=_reason(report),
-        remedy=_remedy(report),
-        details={
-            "library": report.library.path,
-            "library_problem": report.library.problem,
-            "devices": list(report.devices),
-            "ports": [
-                {
-                    "device": port.device,
-                    "port": port.number,
-                    "state": port.state,
-                    "link_layer": port.link_layer,
-                    "rate": port.rate,
-                }
-                for port in report.ports
-            ],
-            "device_files": None if report.device_files is None else list(report.device_files),
-            "memlock_nbytes": report.memlock_nbytes,
-        },
-    )
+    def register(self, address: int, nbytes: int, *, rights: Rights, read_only: bool = False) -> dict[str, Any]:
+        from kvxfer.memory.registration import access_for, register
 
-
-def _reason(report: VerbsReport) -> str:
-    from kvxfer.verbs.probe import memlock_text
-
-    if not report.devices:
-        return f"{report.device_text}; {report.library}"
-    files = (
-        "/dev/infiniband does not exist"
-        if report.device_files is None
-        else f"{len(report.device_files)} files in /dev/infiniband"
-    )
-    return (
-        f"this release of kvxfer carries data over shm and tcp; found {report.device_text}, {files}, {report.library}, "
-        f"locked-memory limit {memlock_text(report.memlock_nbytes)}"
-    )
-
-
-def _remedy(report: VerbsReport) -> str:
-    if not report.devices:
-        return (
-            "Nothing to do: kvxfer uses shm on one host and tcp between hosts; this release carries no data over rdma."
+        domains = list(dict.fromkeys(nic.domain for nic in self.nics))
+        registration = register(
+            domains,
+            address,
+            nbytes,
+            access_for(rights, is_read_only=read_only),
+            chunk_nbytes_max=self._config.rdma_chunk_nbytes_max,
         )
-    return (
-        "Use shm on one host and tcp between hosts; over IPoIB or the RoCE network tcp takes the same cable: pass "
-        "host= with the address of that interface."
+        keys: dict[str, list[list[int]]] = {}
+        for nic in self.nics:
+            chunks = registration.devices[domains.index(nic.domain)].chunks
+            nic.add_keys(address, nbytes, chunks[["address", "nbytes", "lkey"]].tolist())
+            keys[nic.name] = [list(row) for row in chunks[["address", "nbytes", "rkey"]].tolist()]
+        self._registrations[address, nbytes] = registration
+        return {"nics": keys}
+
+    def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:
+        registration = self._registrations.pop((address, nbytes), None)
+        for nic in self.nics:
+            nic.remove_keys(address, nbytes)
+        if registration is not None:
+            registration.close()
+
+    def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:
+        from kvxfer.transports.rdma_endpoint import RdmaEndpoint
+        from kvxfer.transports.rdma_pairing import pair_rails
+
+        rails = pair_rails(self.nics, _read_card(card, link.label), self._config, link.label)
+        return RdmaEndpoint(rails, link, self._config)
+
+    def accept(
+        self, peer: str, session: str, body: Mapping[str, Any], answer: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        self.service.accept(peer, session, body, answer)
+
+    def hang_up(self, session: str, number: int) -> None:
+        self.service.hang_up(session, number)
+
+    def drop(self, session: str) -> None:
+        self.service.drop(session)
+
+    def abandon(self) -> None:
+        """The devices are the parent's: nothing of them may be touched here."""
+
+    def close(self) -> None:
+        from kvxfer.transports.rdma_nic import close_nics
+
+        for watcher in self._watchers:
+            self._loop.call_soon(lambda one=watcher: self._loop.remove(one))  # type: ignore[misc]
+        self.service.close()
+        for registration in self._registrations.values():
+            registration.close()
+        self._registrations.clear()
+        close_nics(self.nics, lambda error: log.warning("rdma.close_failed", error=error.message))
+
+
+class _EventReader:
+    """Handler of the loop: reads what happens to one device, for all its ports."""
+
+    def __init__(self, nics: list[Nic]) -> None:
+        self._nics = nics
+        self._context = nics[0].context
+        self._fd = self._context.async_fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ready(self, events: int, now: float) -> bool:
+        while (event := self._context.get_async_event()) is not None:
+            for nic in self._nics:
+                nic.note_event(event)
+        return True
+
+    def timer(self, now: float) -> None:
+        """It has none."""
+
+    def failed(self, error: BaseException) -> None:
+        """The loop has logged it."""
+
+
+def _by_device(nics: tuple[Nic, ...]) -> list[list[Nic]]:
+    groups: dict[int, list[Nic]] = {}
+    for nic in nics:
+        groups.setdefault(id(nic.context), []).append(nic)
+    return list(groups.values())
+
+
+def _read_card(card: Mapping[str, Any], peer: str) -> list[tuple[str, Any]]:
+    """Return (kind, offer) for each port that a peer offers. Raises RemoteProtocolError."""
+    from kvxfer.verbs.peer_json import take_list, take_object
+    from kvxfer.verbs.port_offer import PortOffer
+
+    found = []
+    for row in take_list(card, "ports", PORTS_MAX):
+        port = take_object(row, "ports")
+        kind = port.get("kind")
+        if not isinstance(kind, str) or len(kind) > 128:
+            raise RemoteProtocolError(f"{peer} offers an RDMA port of no kind.", field="kind")
+        found.append((kind, PortOffer.from_json(take_object(port.get("offer"), "offer"))))
+    return found
+
+
+def _survey_probe(survey: NicSurvey) -> Probe:
+    details = {"ports": [nic.name for nic in survey.nics], "refusals": dict(survey.refusals)}
+    refused = "; ".join(f"{name}: {reason}" for name, reason in survey.refusals.items())
+    if survey.nics:
+        used = ", ".join(f"{nic.name} ({nic.choice.best})" for nic in survey.nics)
+        return Probe(
+            "rdma",
+            usable=True,
+            reason=f"{used} can be used" + (f"; not used: {refused}" if refused else ""),
+            details=details,
+        )
+    if not survey.refusals:
+        return Probe(
+            "rdma",
+            usable=False,
+            reason="this machine has no RDMA device",
+            remedy="Nothing to do: kvxfer uses shm on one host and tcp between hosts.",
+            details=details,
+        )
+    return Probe(
+        "rdma",
+        usable=False,
+        reason=f"no RDMA port can be used: {refused}",
+        remedy="`kvxfer devices` shows each port and its GIDs; `kvxfer doctor` says what to change.",
+        details=details,
     )
+
+
+def _details(error: KvxferError) -> dict[str, Any]:
+    kind = "unavailable" if isinstance(error, VerbsUnavailableError | TransportUnavailableError) else "error"
+    return {kind: type(error).__name__, **{name: str(value) for name, value in error.values.items()}}

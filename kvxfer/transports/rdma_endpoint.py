@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvxfer.errors import KvxferError, PostError, TransportUnavailableError, VerbsError
+from kvxfer.memory.chunks import CHUNK_DTYPE
 from kvxfer.memory.slices import cut_slices
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, is_delivered
 from kvxfer.transports.rdma_faults import fault_error, is_of_path
 from kvxfer.transports.rdma_keys import KeyTable, read_remote_keys
 from kvxfer.transports.rdma_queue import Fault, Lane
-from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
+from kvxfer.types import ADDRESS_MAX, AddressColumn, Opcode, RegionDescriptor
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
@@ -40,6 +41,10 @@ SPREAD_NBYTES = 1 << 20
 """Batches from this size on are spread over all rails: below it the second rail saves less than it costs."""
 FAULTS_MAX = 3
 """How often a batch goes on after its connection broke; then it fails with what broke it first."""
+PIECES = 16
+"""A large batch is cut into at least so many pieces for each rail, so that their shares can be unlike."""
+MORE_S = 1.0
+"""How long a batch that could begin waits for one more rail."""
 STOP_S = 0.5
 """How long a broken connection may take to give its requests back before it is destroyed as it is."""
 HANG_UP_S = 1.0
@@ -104,7 +109,7 @@ class RdmaEndpoint(Endpoint):
     def post(self, transfer: Transfer) -> None:
         try:
             with self._changed:
-                if self._closed is None and any(rail.is_connected for rail in self._rails):
+                if self._closed is None and self._find_next_rail(transfer) is None:
                     self._begin(transfer)
                     self._pump()
         except VerbsError:
@@ -171,8 +176,10 @@ class RdmaEndpoint(Endpoint):
                 if self._closed is not None:
                     raise self._closed
                 if transfer.work is None:
+                    if transfer.stop is None and time.monotonic() < until and self._find_next_rail(transfer):
+                        return True
                     if not any(rail.is_connected for rail in self._rails):
-                        return transfer.stop is None and time.monotonic() < until
+                        return False
                     self._begin(transfer)
                 moved = self._pump()
                 if transfer.work.error is not None:
@@ -260,13 +267,18 @@ class RdmaEndpoint(Endpoint):
         work = transfer.work = _Work()
         rows = np.arange(len(local))
         rails = [rail for rail in self._rails if rail.is_connected]
-        if len(rails) == 1 or transfer.nbytes_total < SPREAD_NBYTES or len(rows) == 1:
+        if len(rails) == 1 or transfer.nbytes_total < SPREAD_NBYTES:
             self._turn += 1
             rail = min(rails, key=lambda one: (one.nbytes_waiting, (one.order + self._turn) % len(rails)))
             self._add_lane(transfer, work, rail, local, remote, nbytes, rows)
             return
+        piece_nbytes = transfer.nbytes_total // (PIECES * len(rails))
+        if int(nbytes.max()) > piece_nbytes:  # adjacent blocks were joined: too coarse to share out
+            cut = cut_slices(local, remote, nbytes, _EVERYWHERE, _EVERYWHERE, piece_nbytes)
+            local, remote, nbytes, rows = cut["local"], cut["remote"], cut["nbytes"], cut["request"]
         ends = np.cumsum(nbytes)
-        shares = np.cumsum([rail.rate for rail in rails])
+        is_known = all(rail.rate for rail in rails)
+        shares = np.cumsum([rail.rate if is_known else 1.0 for rail in rails])
         borders = np.searchsorted(ends, ends[-1] * shares / shares[-1], "left") + 1
         start = 0
         for rail, border in zip(rails, borders, strict=True):
@@ -290,11 +302,12 @@ class RdmaEndpoint(Endpoint):
         theirs = self._remote_keys(transfer.regions, rail)
         lkey, rkey = mine.find_one(local, nbytes), theirs.find_one(remote, nbytes)
         if lkey is not None and rkey is not None and int(nbytes.max()) <= rail.message_nbytes_max:
-            lane = Lane(transfer, local, remote, nbytes, lkey, rkey, rows)
+            lane = Lane(transfer, rail, local, remote, nbytes, lkey, rkey, rows)
         else:
             cut = cut_slices(local, remote, nbytes, mine.chunks, theirs.chunks, rail.message_nbytes_max)
             lane = Lane(
                 transfer,
+                rail,
                 np.ascontiguousarray(cut["local"]),
                 np.ascontiguousarray(cut["remote"]),
                 np.ascontiguousarray(cut["nbytes"]),
@@ -317,6 +330,8 @@ class RdmaEndpoint(Endpoint):
     def _is_over(transfer: Transfer) -> bool:
         work: _Work = transfer.work
         if work.lanes and all(lane.done == lane.count for lane in work.lanes):
+            for lane in work.lanes:
+                lane.rail.note_speed(lane)
             work.lanes.clear()
         return not work.lanes
 
@@ -390,6 +405,12 @@ class RdmaEndpoint(Endpoint):
                 return
             self._is_connecting = True
         try:
+            with self._changed:
+                rail = self._find_next_rail(transfer) if transfer.work is None else None
+            if rail is not None:
+                is_first = not any(one.is_connected for one in self._rails)
+                self._connect(rail, until if is_first else min(until, time.monotonic() + MORE_S))
+                return
             rail = self._find_rail(until)
             if rail is None:
                 return
@@ -404,6 +425,15 @@ class RdmaEndpoint(Endpoint):
             with self._changed:
                 self._is_connecting = False
                 self._changed.notify_all()
+
+    def _find_next_rail(self, transfer: Transfer) -> Rail | None:
+        """Return the rail that should be connected before this batch begins: one at all, or for a large batch each that
+        is no spare and not known to be broken."""
+        if not any(rail.is_connected for rail in self._rails):
+            return min(self._rails, key=lambda rail: (not rail.may_connect, rail.paused_until, rail.order))
+        if transfer.nbytes_total < SPREAD_NBYTES:
+            return None
+        return next((rail for rail in self._rails if not rail.is_spare and rail.may_connect), None)
 
     def _find_rail(self, until: float) -> Rail | None:
         """Return the rail to go on with: one that stands, else the one whose pause ends first; None where that is not
@@ -433,8 +463,10 @@ class RdmaEndpoint(Endpoint):
 
     def _fail_orphans(self, transfer: Transfer, error: TransportUnavailableError) -> None:
         """No connection could be made: each batch without one has one try less."""
+        if any(rail.is_connected for rail in self._rails):
+            return  # one more rail would have been nice
         orphans, self._orphans = self._orphans, []
-        if transfer.work is None:
+        if transfer.work is None and not any(rail.may_connect for rail in self._rails):
             raise error
         for lane in orphans:
             work: _Work = lane.transfer.work
@@ -454,6 +486,9 @@ class RdmaEndpoint(Endpoint):
             rail.queue = queue
             self._epoll.register(queue.channel.fd, select.EPOLLIN)
             self._changed.notify_all()
+
+
+_EVERYWHERE = np.array([(0, ADDRESS_MAX)], CHUNK_DTYPE)
 
 
 class _Work:

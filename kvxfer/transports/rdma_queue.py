@@ -22,6 +22,7 @@ from kvxfer.verbs.work_request import WorkRequestBatch
 
 if TYPE_CHECKING:
     from kvxfer.transports.base import Transfer
+    from kvxfer.transports.rdma_rail import Rail
     from kvxfer.verbs.completion_queue import CompletionChannel, CompletionQueue
     from kvxfer.verbs.queue_pair import QueuePair
     from kvxfer.verbs.work_request import Column
@@ -40,11 +41,27 @@ class Lane:
     rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all.
     """
 
-    __slots__ = ("count", "done", "ends", "lkey", "local", "nbytes", "posted", "remote", "rkey", "rows", "transfer")
+    __slots__ = (
+        "begun",
+        "count",
+        "done",
+        "ended",
+        "ends",
+        "lkey",
+        "local",
+        "nbytes",
+        "posted",
+        "rail",
+        "remote",
+        "rkey",
+        "rows",
+        "transfer",
+    )
 
     def __init__(
         self,
         transfer: Transfer,
+        rail: Rail,
         local: AddressColumn,
         remote: AddressColumn,
         nbytes: AddressColumn,
@@ -53,6 +70,7 @@ class Lane:
         rows: AddressColumn,
     ) -> None:
         self.transfer = transfer
+        self.rail = rail
         self.local = local
         self.remote = remote
         self.nbytes = nbytes
@@ -63,6 +81,7 @@ class Lane:
         self.posted = 0
         self.done = 0
         self.ends = nbytes.cumsum()
+        self.begun = self.ended = 0.0  # monotonic seconds of the first post and the last completion
 
     @property
     def nbytes_left(self) -> int:
@@ -76,6 +95,8 @@ class Lane:
         before = int(self.ends[self.done - 1]) if self.done else 0
         self.done += count
         self.transfer.nbytes_done += int(self.ends[self.done - 1]) - before
+        if self.done == self.count:
+            self.ended = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,8 @@ class SendQueue:
             return 0
         at = lane.posted
         end = at + count
+        if at == 0:
+            lane.begun = time.monotonic()
         lkey, rkey = lane.lkey, lane.rkey
         self._batch.fill(
             _WORK[lane.transfer.opcode],

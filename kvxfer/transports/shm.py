@@ -103,7 +103,7 @@ class ShmTransport(Transport):
         with self._lock:
             self._memories.remove(memory)
 
-    def register(self, address: int, nbytes: int, *, rights: Rights) -> dict[str, Any]:
+    def register(self, address: int, nbytes: int, *, rights: Rights, read_only: bool = False) -> dict[str, Any]:
         with self._lock:
             for memory in self._memories:
                 offset = address - memory.address

@@ -88,7 +88,7 @@ class TcpTransport(Transport):
     def card(self) -> dict[str, Any]:
         return {"rows_max": ROWS_MAX}
 
-    def register(self, address: int, nbytes: int, *, rights: Rights) -> dict[str, Any]:
+    def register(self, address: int, nbytes: int, *, rights: Rights, read_only: bool = False) -> dict[str, Any]:
         return {}
 
     def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:

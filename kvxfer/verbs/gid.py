@@ -36,7 +36,7 @@ class GidEntry:
     netdev: str = ""
 
     def __str__(self) -> str:
-        return f"{self.index}: {format_gid(self.value)}, {self.type}" + (f", {self.netdev}" if self.netdev else "")
+        return f"{self.index}: {format_gid(self.value)} {self.type}" + (f" {self.netdev}" if self.netdev else "")
 
 
 @dataclass(frozen=True)

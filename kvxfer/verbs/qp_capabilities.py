@@ -22,7 +22,7 @@ __all__ = ["QueuePairCapabilities", "explain_refusal"]
 class QueuePairCapabilities:
     """struct ibv_qp_cap: requests that wait in each queue, ranges of memory in each, bytes that travel inside one.
 
-    A device grants at least what was asked for or makes no queue pair; it may grant more.
+    A device may grant more than was asked for, and some grant less: what counts is what `QueuePair.capabilities` says.
     """
 
     max_send_wr: int

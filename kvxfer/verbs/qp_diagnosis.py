@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.verbs.enums import Access, GidType, Mtu, PortState, QueuePairState
 from kvxfer.verbs.gid import GidEntry, GidTable, format_gid, gid_address
+from kvxfer.verbs.library import errno_name
 from kvxfer.verbs.qp_states import Finding
 
 if TYPE_CHECKING:
@@ -76,14 +77,19 @@ class Surroundings:
 
 
 def diagnose(attempt: Attempt, around: Surroundings) -> tuple[Finding, ...]:
-    """Return what probably stood in the way, the likeliest first; never empty."""
+    """Return what probably stood in the way, the likeliest first; never empty.
+
+    Beside a value that the device is known to refuse, those that only might be wrong are left out.
+    """
     suspects: list[Suspect] = []
     for rule in _RULES:
         suspects.extend(rule(attempt, around))
     ranked = sorted(suspects, key=lambda suspect: -suspect[0])  # stable: within a rank the order of the rules
+    least = LIKELY if ranked[0][0] == CERTAIN else 0
     found: dict[str, Finding] = {}
-    for _, finding in ranked:
-        found.setdefault(finding.culprit, finding)
+    for rank, finding in ranked:
+        if rank >= least:
+            found.setdefault(finding.culprit, finding)
     return tuple(found.values())
 
 
@@ -100,11 +106,11 @@ def allowed_text(attempt: Attempt, around: Surroundings) -> str:
     if port is not None:
         words.append(
             f"port {port.number} is {port.state}, {port.link_layer}, active MTU {port.active_mtu} of {port.max_mtu}, "
-            f"{port.gid_tbl_len} GID rows, {port.pkey_tbl_len} partition keys, LID {port.lid}"
+            f"GID table of {port.gid_tbl_len} rows, partition key table of {port.pkey_tbl_len}, LID {port.lid}"
         )
     row = None if attempt.address is None else around.source(attempt.address)
     if row is not None:
-        words.append(f"GID row {row}")
+        words.append(f"GID row {row.index} is {_row_text(row)}, {row.type}")
     return "; ".join(words)
 
 
@@ -204,7 +210,9 @@ def _port(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
         return
     if port.state is not PortState.ACTIVE:
         why = f"port {port.number} is {port.state}, not ACTIVE"
-        remedy = "Bring the link up: the cable, the switch, `ip link set ... up`; on InfiniBand the subnet manager."
+        row = None if address is None else around.source(address)
+        netdev = row.netdev if row is not None and row.netdev else "<netdev>"
+        remedy = f"Bring the link up: cable, switch, `ip link set {netdev} up`; on InfiniBand the subnet manager."
         certain = attempt.error in (errno.ETIMEDOUT, errno.ENODEV, errno.ENETUNREACH, errno.EHOSTUNREACH)
         yield (CERTAIN if certain else LIKELY), Finding("port state", why, remedy)
     index = attempt.attributes.get("pkey_index")
@@ -231,7 +239,7 @@ def _source(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
     if address is None or not address.is_global or table is None:
         return
     index, row = address.sgid_index, around.source(address)
-    choose = f"Choose another of its rows with a value, {_rows(table)}; `kvxfer devices` tells which are usable."
+    choose = f"Choose from the rows in use, {_rows_text(table)}; `kvxfer devices` tells which of them are usable."
     weight = CERTAIN if attempt.error in (errno.EINVAL, errno.ENODATA, errno.ENODEV, errno.ENOENT) else LIKELY
     if index >= table.length:
         why = f"sgid_index {index} is beyond the {table.length} rows of the GID table"
@@ -258,13 +266,16 @@ def _peer(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
     if row is not None and (gid_address(row.value).version != gid_address(address.dgid).version):
         why = f"the GIDs are of two address families: own {format_gid(row.value)}, peer {target}"
         remedy = "Choose rows of one family at both ends: IPv4 with IPv4, IPv6 with IPv6."
-        yield LIKELY, Finding("dgid", why, remedy)
+        yield (CERTAIN if attempt.error == errno.EINVAL else LIKELY), Finding("dgid", why, remedy)
         return
     source = "an unknown GID" if row is None else _row_text(row)
     peer_ip = gid_address(address.dgid)
     device = row.netdev if row is not None and row.netdev else "<netdev>"
     if attempt.error == errno.ETIMEDOUT:
-        why = f"the neighbour of peer GID {target} was not resolved from {source}: nothing answered ARP or ND"
+        why = (
+            f"the neighbour was not resolved: from {source}, nothing answered ARP or ND for peer GID {target} or the "
+            f"router to it"
+        )
         remedy = (
             f"Try `ping -I {device} {peer_ip}`. Without an answer the peer is down or the two rails are not connected: "
             f"take another pair of devices. A peer that is starting up gives the same: try again. With an answer, see "
@@ -284,7 +295,7 @@ def _other(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
     """What an error number means by itself; the last word where no value is to blame."""
     rank = 0 if attempt.error == errno.EINVAL else POSSIBLE
     why, remedy = _ERRNO_WORDS.get(attempt.error, ("the driver gives no reason that is known here", _SEE_KERNEL))
-    culprit = "the step" if attempt.error == errno.EINVAL else errno.errorcode.get(attempt.error, str(attempt.error))
+    culprit = "the step" if attempt.error == errno.EINVAL else errno_name(attempt.error)
     if attempt.error not in (errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH) or attempt.address is None:
         yield rank, Finding(culprit, why, remedy)
 
@@ -293,9 +304,10 @@ def _row_text(row: GidEntry) -> str:
     return f"{format_gid(row.value)} on {row.netdev}" if row.netdev else format_gid(row.value)
 
 
-def _rows(table: GidTable) -> str:
-    shown = ", ".join(str(entry) for entry in table.entries[:ROWS_SHOWN_MAX]) or "of which it has none"
-    return f"{shown}, ..." if len(table) > ROWS_SHOWN_MAX else shown
+def _rows_text(table: GidTable) -> str:
+    rows = [f"{entry.index} ({_row_text(entry)}, {entry.type})" for entry in table.entries[:ROWS_SHOWN_MAX]]
+    more = ["..."] if len(table.entries) > ROWS_SHOWN_MAX else []
+    return ", ".join(rows + more) or "of which there are none"
 
 
 _SEE_KERNEL = "Look into the kernel's log (`dmesg`): drivers say there what they do not return."

@@ -33,7 +33,7 @@ def creation_error(context: Context, number: int, asked: QueuePairCapabilities) 
     limits = context.limits
     finding = explain_refusal(number, asked, limits)
     return VerbsError(
-        f"ibv_create_qp({context.name}) failed: {errno_text(number)}. Likely {finding.culprit}: {finding.why}. Asked: "
+        f"ibv_create_qp({context.name}) failed: {errno_text(number)}. Likely: {finding.why}. Asked: "
         f"{asked}; the device allows max_qp_wr {limits.max_qp_wr}, max_sge {limits.max_sge} and {limits.max_qp} queue "
         f"pairs.",
         remedy=finding.remedy,
@@ -68,10 +68,10 @@ def step_failure(pair: QueuePair, attempt: Attempt, around: Surroundings) -> Que
     """A step that the device refused; `suspects` has every finding, the likeliest first."""
     likely, *others = diagnose(attempt, around)
     given = to_plain(attempt.attributes)
-    also = "".join(f" Or {finding.culprit}: {finding.why}." for finding in others[: SUSPECTS_SHOWN - 1])
+    also = "".join(f" Or: {finding.why}." for finding in others[: SUSPECTS_SHOWN - 1])
     return QueuePairStateError(
         f"ibv_modify_qp({pair.label}, {attempt.transition}) failed: {errno_text(attempt.error)}. "
-        f"Likely {likely.culprit}: {likely.why}.{also} Given: {to_text(given) or 'nothing'}. "
+        f"Likely: {likely.why}.{also} Given: {to_text(given) or 'nothing'}. "
         f"Allowed: {allowed_text(attempt, around)}.",
         remedy=likely.remedy,
         verb="ibv_modify_qp",

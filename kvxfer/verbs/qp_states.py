@@ -177,11 +177,12 @@ def find_fault(
     attributes: Mapping[str, Any],
     *,
     port: Port | None = None,
+    bound_port: int = 0,
 ) -> Finding | None:
     """Return what is wrong with a step before it is tried; None if nothing is known to be.
 
     attributes: fields of struct ibv_qp_attr by name, `ah_attr` an AddressVector.
-    port: the one that `ah_attr` names; None where it is not known.
+    port: the one that `ah_attr` names; None where it is not known. bound_port: the one of the queue pair; 0 for none.
     """
     masks = TRANSITIONS.get((old, new))
     if masks is None:
@@ -198,6 +199,10 @@ def find_fault(
     for name in attributes:
         if name not in allowed:
             return Finding(name, f"{name} cannot be set in this step", _where_allowed(name))
+    address = attributes.get("ah_attr")
+    if address is not None and bound_port and address.port != bound_port:
+        why = f"the address vector is on port {address.port}, the queue pair on port {bound_port}"
+        return Finding("port", why, "Choose one port for both; it is the queue pair's since INIT.")
     return _find_value(attributes, port)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvxfer.errors import UsageError, VerbsError, VerbsLayoutError
@@ -25,7 +25,7 @@ from kvxfer.verbs.qp_states import ATTRIBUTE_MASKS, find_fault, mask_of
 
 if TYPE_CHECKING:
     from kvxfer.verbs.completion_queue import CompletionQueue
-    from kvxfer.verbs.device import Port
+    from kvxfer.verbs.device import Context, Port
     from kvxfer.verbs.gid import GidTable
     from kvxfer.verbs.library import CData
     from kvxfer.verbs.port import AddressVector
@@ -62,7 +62,7 @@ class QueuePair(Handle):
     ) -> None:
         """Make a queue pair.
 
-        capabilities: the least that it must hold; `.capabilities` is what was granted.
+        capabilities: what it should hold; `.capabilities` is what was granted.
         signal_all: every work request gives a completion, whatever its flags.
 
         Raises VerbsError with what was asked for and what the device allows.
@@ -169,16 +169,15 @@ class QueuePair(Handle):
                 raise UsageError(f"{name!r} is no attribute of a queue pair.", remedy=f"There are {known}.")
         pointer = self.pointer
         port = self._find_port(attributes)
-        fault = find_fault(self.state, state, attributes, port=port)
+        bound_port = self.attributes.get("port_num", 0)
+        fault = find_fault(self.state, state, attributes, port=port, bound_port=bound_port)
         if fault is not None:
             raise step_refusal(self, state, attributes, fault)
         given = ffi.new("struct ibv_qp_attr *", to_c(state, attributes))
         error = self.library.ibv_modify_qp(pointer, given, mask_of(attributes) | QueuePairMask.STATE)
         if error:
-            number = (
-                error if error > 0 else ffi.errno or errno.EINVAL
-            )  # rdma-core gives the number; old drivers gave -1
-            attempt = Attempt(self.state, state, attributes, number)
+            # The library returns the number; some drivers' libraries return -1 and leave it in errno.
+            attempt = Attempt(self.state, state, attributes, error if error > 0 else ffi.errno or errno.EINVAL)
             raise step_failure(self, attempt, self._look_around(attempt, port))
         transition = f"{self.state}->{state}"
         self.state = state
@@ -210,7 +209,8 @@ class QueuePair(Handle):
         count: only so many of its first requests. start: not those before this one, after a PostError that was
         overcome.
 
-        Raises PostError where not all were taken: those before `bad_index` are on their way.
+        Raises PostError where not all were taken: those before `bad_index` are on their way. It is -1 where the driver
+        did not say which it refused; only ERR or `close` brings certainty then.
         """
         if count is not None and count != batch.count:
             batch.truncate(count)
@@ -220,6 +220,7 @@ class QueuePair(Handle):
         error = self._post_send(self.pointer, first, self._bad_send)
         if error:
             posted = find_bad(first, self._bad_send[0], _WR_NBYTES, batch.count - start)
+            self._bad_send[0] = ffi.NULL  # a driver that sets nothing at its next refusal must not be believed
             raise send_error(self, error, batch, start, posted)
 
     def post_receives(self, count: int) -> None:
@@ -240,7 +241,9 @@ class QueuePair(Handle):
             if count < self.capabilities.max_recv_wr:
                 chain[count - 1].next = chain + count
         if error:
-            raise receive_error(self, error, count, find_bad(chain, self._bad_receive[0], _RECV_WR_NBYTES, count))
+            posted = find_bad(chain, self._bad_receive[0], _RECV_WR_NBYTES, count)
+            self._bad_receive[0] = ffi.NULL
+            raise receive_error(self, error, count, posted)
 
     def _make_receives(self) -> CData:
         count = self.capabilities.max_recv_wr
@@ -297,15 +300,8 @@ class QueuePair(Handle):
                 table = self.context.query_gid_table(port.number)
         except (VerbsError, OSError):
             pass  # the failure of the step is what is told
-        held = sum(sibling.attributes.get("max_dest_rd_atomic", 0) for sibling in self._find_siblings())
+        held = sum(sibling.attributes.get("max_dest_rd_atomic", 0) for sibling in _queue_pairs(self.context) - {self})
         return Surroundings(self.context.name, self.context.limits, port, table, actual, held)
-
-    def _find_siblings(self) -> Iterator[QueuePair]:
-        """Yield this process's other queue pairs on the device."""
-        for domain in _children(self.context):
-            for child in _children(domain):
-                if isinstance(child, QueuePair) and child is not self:
-                    yield child
 
     def _find_port(self, attributes: Mapping[str, Any]) -> Port | None:
         """Return the port that a step is about; None where it is about none, or the port cannot be asked."""
@@ -317,6 +313,11 @@ class QueuePair(Handle):
             return self.context.query_port(number)
         except VerbsError:
             return None
+
+
+def _queue_pairs(context: Context) -> set[QueuePair]:
+    """Return this process's queue pairs on a device; each is the child of a domain and of one or two queues."""
+    return {child for parent in _children(context) for child in _children(parent) if isinstance(child, QueuePair)}
 
 
 def _children(handle: Handle) -> list[Handle]:

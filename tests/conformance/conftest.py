@@ -13,6 +13,10 @@ from tests.support.peer import Peer, Remote
 
 MEDIA = ("shm", "shm-any", "tcp")
 """shm: memory from allocate, mapped. shm-any: any registered memory, by process_vm_*. tcp: the same over a socket."""
+EVERY_MEDIUM = (*MEDIA, pytest.param("rdma", marks=pytest.mark.rdma))
+"""rdma: registered memory by RDMA devices, in the lab (docs/lab.md): two "hosts" with two rails each in one guest."""
+LAB_DEVICES = ("rxa0,rxa1", "rxb0,rxb1")
+"""What this process and the peer use there."""
 
 
 class Link:
@@ -22,13 +26,16 @@ class Link:
         self.medium = medium
         self.transport = medium.partition("-")[0]
         self.settings: dict[str, Any] = {"transports": (self.transport,)}
+        self.peer_settings = dict(self.settings)
+        if medium == "rdma":
+            self.settings["rdma_devices"], self.peer_settings["rdma_devices"] = LAB_DEVICES
         self.open()
 
     def open(self) -> None:
         """Start both sides."""
         self.engine = TransferEngine(**self.settings)
         try:
-            self.peer = Peer(**self.settings)
+            self.peer = Peer(**self.peer_settings)
             self.segment: Segment = self.engine.open_segment(self.peer.address)
         except BaseException:
             self.engine.close()
@@ -60,7 +67,7 @@ class Link:
         self.peer.close()
 
 
-@pytest.fixture(scope="module", params=MEDIA)
+@pytest.fixture(scope="module", params=EVERY_MEDIUM)
 def module_link(request: pytest.FixtureRequest) -> Iterator[Link]:
     """One link per module and medium."""
     link = Link(request.param)
@@ -80,7 +87,7 @@ def link(module_link: Link) -> Iterator[Link]:
         raise
 
 
-@pytest.fixture(params=MEDIA)
+@pytest.fixture(params=EVERY_MEDIUM)
 def own_link(request: pytest.FixtureRequest) -> Iterator[Link]:
     """A link that a test may break."""
     link = Link(request.param)

@@ -19,16 +19,17 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvxfer"
-GROUND = ("errors", "types", "log", "addresses", "config", "rdma_names")
+GROUND = ("errors", "types", "log", "addresses", "config", "rdma_names", "text")
 FLOORS = {**dict.fromkeys(GROUND, 0), "system": 1, "verbs": 1, "memory": 2, "handshake": 3, "transports": 4}
 DOORS = ("cli", "compat", "__main__")
 ENGINE_FLOOR, DOOR_FLOOR = 5, 6
 SIBLINGS = ("shm", "rdma", "tcp")
 PURE = ("memory.chunks", "memory.slices")
 CFFI = ("cffi", "_cffi_backend")
-WORLD = ("socket", "selectors", "threading", "time", "asyncio", "multiprocessing")
+WORLD = ("socket", "selectors", "threading", "time", "asyncio", "multiprocessing", "concurrent")
 WORLD_ALLOWED = {
     ("memory.regions", "threading"),  # the region table is shared by the threads of its callers
+    ("memory.registration", "concurrent"),  # chunks and devices at the same time: hundreds of GiB take minutes
     ("system.calls", "socket"),  # for the numbers of MSG_* flags; opens none
     ("verbs.routes", "socket"),  # asks the kernel's routing tables over netlink; sends no packet
 }

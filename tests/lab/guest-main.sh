@@ -36,8 +36,8 @@ prepare_machine() { # sets `output` and `errors`, the devices that lead to the h
     uml)
         mount --bind "$control/cpuinfo" /proc/cpuinfo
         output=/dev/ttyS0 errors=/dev/ttyS1
-        stty raw -echo <$output
-        stty raw -echo <$errors
+        stty raw -echo <"$output"
+        stty raw -echo <"$errors"
         ;;
     esac
 }
@@ -45,8 +45,8 @@ prepare_machine() { # sets `output` and `errors`, the devices that lead to the h
 drain_output() { # until the host has all of it
     wait "$output_pump" "$errors_pump"
     if [[ $machine == uml ]]; then # setting a terminal waits for its output
-        stty raw <$output
-        stty raw <$errors
+        stty raw <"$output"
+        stty raw <"$errors"
     fi
 }
 

@@ -28,7 +28,7 @@ from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
 ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE | e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_ATOMIC
-ACK_TIMEOUT_EXPONENT = 14  # 4.096 us * 2**14 = 67 ms
+ACK_TIMEOUT_EXPONENT = 18  # 4.096 us * 2**18 = 1.07 s a try: a busy host stops an emulated CPU for as long
 RETRY_COUNT = 6  # 7 makes soft-RoCE try for ever
 OPCODES = {
     "write": e.IBV_WR_RDMA_WRITE,

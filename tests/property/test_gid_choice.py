@@ -175,8 +175,8 @@ def test_field_of_any_other_value_is_refused_or_read_as_it_is(data: st.DataObjec
     obj[name] = data.draw(JSON)
 
     try:
-        read = GidCandidate.from_json(obj)
+        told = GidCandidate.from_json(obj).to_json()
     except RemoteProtocolError as error:
-        assert error.values["field"] in obj
-    else:
-        assert read.to_json() == obj
+        told = {**obj, "refused": error.values["field"]}
+
+    assert told == obj or told["refused"] in obj

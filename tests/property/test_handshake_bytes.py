@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.errors import KvxferError, RemoteProtocolError
-from kvxfer.handshake.bodies import clean, error_from_json, error_to_json
+from kvxfer.handshake.bodies import error_from_json, error_to_json
 from kvxfer.handshake.events import Event, Failed
 from kvxfer.handshake.frames import (
     BODY_NBYTES_MAX,
@@ -28,6 +28,7 @@ from kvxfer.handshake.frames import (
     encode_json,
 )
 from kvxfer.handshake.machine import Role, State
+from kvxfer.text import clean
 from tests.support.two_peers import Setup, Side, TwoPeers, expected_proof
 
 KEPT_NBYTES_MAX = 600 << 10

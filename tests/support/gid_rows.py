@@ -74,7 +74,7 @@ def port(device: str = "mlx5_0", number: int = 1, **values: object) -> Port:
 
 def limits(**values: int) -> DeviceLimits:
     """Return the limits of a device that has a lot of everything, but for `values`."""
-    plain: dict[str, object] = {name: 1 << 20 for name in DeviceLimits.__dataclass_fields__}
+    plain: dict[str, object] = dict.fromkeys(DeviceLimits.__dataclass_fields__, 1 << 20)
     texts = {"fw_ver": "1.0", "node_guid": "0:0:0:1", "sys_image_guid": "0:0:0:1"}
     return DeviceLimits(**{**plain, **texts, **values})  # type: ignore[arg-type]
 

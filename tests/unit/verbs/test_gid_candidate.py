@@ -79,8 +79,8 @@ def test_table_keeps_used_rows_by_index_and_prints_them() -> None:
     assert len(found) == 2
     assert str(found).splitlines() == [
         "GID table of mlx5_0 port 1, 2 of 16 rows in use:",
-        "  3: ::ffff:192.0.2.1, RoCE v2, eth0",
-        "  7: fe80::1, RoCE v2, eth0",
+        "  3: ::ffff:192.0.2.1 RoCE v2 eth0",
+        "  7: fe80::1 RoCE v2 eth0",
     ]
 
 

@@ -181,9 +181,7 @@ def test_an_address_beyond_its_range_is_named(name: str, value: int) -> None:
 
 
 def test_a_peer_without_a_gid_is_refused_on_ethernet() -> None:
-    no_gid = find_fault(
-        INIT, RTR, {**TO_RTR, "ah_attr": dataclasses.replace(PEER, dgid=bytes(16))}, port=ethernet()
-    )
+    no_gid = find_fault(INIT, RTR, {**TO_RTR, "ah_attr": dataclasses.replace(PEER, dgid=bytes(16))}, port=ethernet())
     not_global = find_fault(
         INIT, RTR, {**TO_RTR, "ah_attr": dataclasses.replace(PEER, is_global=False)}, port=ethernet()
     )

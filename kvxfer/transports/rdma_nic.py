@@ -1,0 +1,211 @@
+"""One RDMA port of this host, open: what it offers to peers, its memory keys, and what happens to it.
+
+`open_nics` opens every port that the settings allow and that carries data, and says of each other one why not.
+Read next: `rdma_rail.py`, which connects one to a port of the peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvxfer.errors import DeviceUnusableError, KvxferError
+from kvxfer.log import get_logger
+from kvxfer.memory.chunks import CHUNK_DTYPE
+from kvxfer.system.interfaces import Interface, list_interfaces
+from kvxfer.transports.rdma_keys import KeyTable
+from kvxfer.verbs.device import AsyncEvent, Context, Port, list_devices
+from kvxfer.verbs.enums import EventType, PortState
+from kvxfer.verbs.gid_candidate import GidCandidate
+from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
+from kvxfer.verbs.library import VerbsLibrary
+from kvxfer.verbs.port import check_wanted, judge_ports
+from kvxfer.verbs.port_offer import PortOffer, ReadDepth, check_pkey_index, plan_read_depth
+from kvxfer.verbs.sysfs import SysfsDevice
+
+if TYPE_CHECKING:
+    from kvxfer.config import EngineConfig
+    from kvxfer.verbs.completion_queue import CompletionQueue
+    from kvxfer.verbs.protection_domain import ProtectionDomain
+
+__all__ = ["Nic", "NicSurvey", "close_nics", "open_nics"]
+
+QUEUE_PAIRS_PLANNED = 64
+"""Connections that a device with one read budget for all of them is planned for; Ionic has 16 reads in all."""
+READ_DEPTH_MAX = 16
+"""READs of one queue pair on their way at once: perftest's and Mooncake's value; more brings nothing at 64 KiB."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class NicSurvey:
+    """What `open_nics` found. refusals: for each port that is not used, or each device, the reason."""
+
+    nics: tuple[Nic, ...]
+    refusals: dict[str, str]
+
+
+class Nic:
+    """One port of one device, ready to carry data. All methods may be called from any thread."""
+
+    def __init__(
+        self, context: Context, domain: ProtectionDomain, port: Port, config: EngineConfig, interfaces: Sequence[Interface]
+    ) -> None:
+        check_pkey_index(port, config.pkey_index)
+        self.context = context
+        self.domain = domain
+        self.port = port
+        self.name = f"{context.name}:{port.number}"
+        self.numa_node = SysfsDevice(context.name, context.device.root).numa_node
+        limits = context.limits
+        self.kind = f"{limits.vendor_id:#x}/{limits.vendor_part_id}/{limits.fw_ver}"
+        """Vendor, part and firmware: devices of one kind take the same attributes."""
+        self.read_depth: ReadDepth = plan_read_depth(
+            limits, queue_pairs=QUEUE_PAIRS_PLANNED, depth_max=READ_DEPTH_MAX
+        )
+        self.is_down = False
+        """Whether its port went down, or the device was removed, since it was opened."""
+        self.nbytes_sent = 0
+        self._config = config
+        self._lock = threading.Lock()
+        self._rows: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        self._keys: KeyTable | None = None
+        self.choice: GidChoice = self._choose(interfaces)
+        self._pkey = self.context.query_pkey(port.number, config.pkey_index)
+        self._passive_queue: CompletionQueue | None = None
+
+    def offer(self) -> PortOffer:
+        """Return what a peer is told of the port."""
+        return PortOffer.of(
+            self.port,
+            self.choice.offered,
+            read_depth=self.read_depth,
+            pkey=self._pkey,
+            mtu_nbytes_max=self._config.path_mtu_nbytes_max,
+        )
+
+    def refresh(self) -> None:
+        """Look at the port and its GIDs again: links flap, and addresses move to other rows."""
+        self.port = self.context.query_port(self.port.number)
+        self.choice = self._choose(list_interfaces())
+        self.is_down = self.port.state is not PortState.ACTIVE
+
+    def find_candidate(self, value: bytes) -> GidCandidate | None:
+        """Return the candidate with this GID, with the row where it is now."""
+        return next((one for one in self.choice.offered if one.value == value), None)
+
+    def _choose(self, interfaces: Sequence[Interface]) -> GidChoice:
+        config = self._config
+        fixed = config.gid_index.of(self.context.name) if config.gid_index is not None else None
+        preference = GidPreference(
+            index=fixed, index_source="gid_index", interface=config.gid_interface or "", subnet=config.gid_subnet
+        )
+        return choose_gid(self.context.query_gid_table(self.port.number), interfaces, preference)
+
+    # Memory.
+
+    def local_keys(self) -> KeyTable:
+        """Return the local keys of all registered memory."""
+        keys = self._keys
+        if keys is None:
+            with self._lock:
+                rows = [row for chunks in self._rows.values() for row in chunks]
+                keys = self._keys = KeyTable.of_rows(rows) if rows else _EMPTY
+        return keys
+
+    def add_keys(self, address: int, nbytes: int, rows: list[tuple[int, int, int]]) -> None:
+        """Note the chunks (address, nbytes, lkey) of a region that was registered."""
+        with self._lock:
+            self._rows[address, nbytes] = rows
+            self._keys = None
+
+    def remove_keys(self, address: int, nbytes: int) -> None:
+        """Forget a region."""
+        with self._lock:
+            self._rows.pop((address, nbytes), None)
+            self._keys = None
+
+    # Events.
+
+    def note_event(self, event: AsyncEvent) -> None:
+        """Take an event of the device into account; one of another port of it is none of ours."""
+        kind = event.type
+        if event.port not in (0, self.port.number):
+            return
+        log.info("rdma.event", nic=self.name, kind=str(kind), port=event.port, qp_num=event.qp_num)
+        if kind in (EventType.PORT_ERR, EventType.DEVICE_FATAL):
+            self.is_down = True
+            log.warning("rdma.port_down", nic=self.name, kind=str(kind))
+        elif kind in (EventType.PORT_ACTIVE, EventType.GID_CHANGE, EventType.LID_CHANGE):
+            try:
+                self.refresh()
+            except KvxferError as error:  # not back after all
+                log.warning("rdma.port_down", nic=self.name, kind=str(kind), error=error.message)
+                self.is_down = True
+
+    def passive_queue(self) -> CompletionQueue:
+        """Return the completion queue of queue pairs that only answer: nothing ever completes on it."""
+        with self._lock:
+            if self._passive_queue is None:
+                self._passive_queue = self.context.create_cq(1)
+            return self._passive_queue
+
+    def __repr__(self) -> str:
+        return f"<Nic {self.name} {self.choice.best}>"
+
+
+_EMPTY = KeyTable(np.zeros(0, CHUNK_DTYPE), np.zeros(0, np.uint32))
+
+
+def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, *, root: Path = Path("/")) -> NicSurvey:
+    """Open every port that the settings allow and that carries data.
+
+    Raises VerbsUnavailableError where RDMA cannot be used at all, DeviceNotFoundError where the settings name a device
+    that is not here. A port or a device that cannot be used is left out, with its reason in `refusals`.
+    """
+    devices = list_devices(library, root=root)
+    wanted = config.rdma_devices
+    if wanted is not None:
+        check_wanted(wanted, [device.name for device in devices])
+    nics: list[Nic] = []
+    refusals: dict[str, str] = {}
+    interfaces = list_interfaces()
+    for device in devices:
+        context: Context | None = None
+        used: list[Nic] = []
+        try:
+            context = device.open()
+            verdicts = judge_ports(context.ports(), device.transport_type, wanted)
+            refusals |= {f"{device.name}:{one.port.number}": one.reason for one in verdicts if not one.is_usable}
+            usable = [one.port for one in verdicts if one.is_usable]
+            domain = context.alloc_pd() if usable else None
+            for port in usable:
+                assert domain is not None
+                try:
+                    nic = Nic(context, domain, port, config, interfaces)
+                    nic.passive_queue()  # one that cannot make a completion queue is of no use
+                    used.append(nic)
+                except DeviceUnusableError as error:
+                    refusals[f"{device.name}:{port.number}"] = error.message
+        except KvxferError as error:
+            refusals[device.name] = error.message
+            used = []
+        if not used and context is not None:
+            context.close()
+        nics += used
+    return NicSurvey(tuple(nics), refusals)
+
+
+def close_nics(nics: Sequence[Nic], on_error: Callable[[KvxferError], None] = lambda error: None) -> None:
+    """Close the devices with everything that was made from them."""
+    for context in dict.fromkeys(nic.context for nic in nics):
+        try:
+            context.close()
+        except KvxferError as error:
+            on_error(error)

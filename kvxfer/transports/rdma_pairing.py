@@ -1,0 +1,100 @@
+"""Which port of ours talks to which port of the peer: the rails of an endpoint, those to begin with first.
+
+Pairs that are known not to reach each other (another link layer, no common kind of GID, no route) are never tried; if
+none is left the error shows the whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import DeviceUnusableError, TransportUnavailableError
+from kvxfer.transports.rdma_rail import Rail
+from kvxfer.verbs.gid_choice import GidPair
+from kvxfer.verbs.port_offer import PortOffer
+from kvxfer.verbs.rails import PortPair, match_ports, rank_port_pairs
+from kvxfer.verbs.routes import find_route
+
+if TYPE_CHECKING:
+    from kvxfer.config import EngineConfig
+    from kvxfer.transports.rdma_nic import Nic
+
+__all__ = ["pair_rails"]
+
+
+def pair_rails(
+    nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], config: EngineConfig, peer: str
+) -> list[Rail]:
+    """Return the rails to a peer, best first; the first ones use each port of ours once.
+
+    offers: kind and offer of each port of the peer. Raises TransportUnavailableError with the reason for each pair.
+    """
+    if not offers:
+        raise TransportUnavailableError(
+            f"{peer} offers no RDMA port that is up.",
+            remedy="`kvxfer devices` there shows its ports; other transports go on.",
+            peer=peer,
+        )
+    up = [nic for nic in nics if not nic.is_down]
+    local = {nic.name: nic for nic in up}
+    kinds = {_name(offer): kind for kind, offer in offers}
+    remote = [offer for _, offer in offers]
+    mine = [nic.offer() for nic in up]
+    try:
+        matched = match_ports(mine, remote)
+    except DeviceUnusableError as error:
+        raise TransportUnavailableError(
+            f"no RDMA port here reaches one of {peer}: {error.message}",
+            remedy=error.remedy,
+            peer=peer,
+            reasons=error.values.get("conflicts", {}),
+        ) from error
+    others = [pair for pair in rank_port_pairs(mine, remote) if pair not in matched]
+    refusals: dict[str, str] = {}
+    rails: list[Rail] = []
+    for pair in [*matched, *others]:
+        problem = _route_problem(pair)
+        if problem:
+            refusals[str(pair)] = problem
+            continue
+        rails.append(
+            Rail(
+                local[_name(pair.local)],
+                pair.remote,
+                kinds[_name(pair.remote)],
+                config,
+                order=len(rails),
+                gids=pair.gids,
+                is_spare=pair not in matched,
+            )
+        )
+    if rails:
+        return _one_subnet_first(rails)
+    told = "; ".join(f"{pair}: {why}" for pair, why in refusals.items())
+    raise TransportUnavailableError(
+        f"no RDMA port here reaches one of {peer}: {told}.",
+        remedy="Give the ports addresses in common subnets, or routes; `kvxfer devices` on both hosts shows them.",
+        peer=peer,
+        reasons=refusals,
+    )
+
+
+def _one_subnet_first(rails: list[Rail]) -> list[Rail]:
+    rails.sort(key=lambda rail: (rail.gids is not None and rail.gids.rank.is_other_subnet, rail.is_spare))
+    for order, rail in enumerate(rails):
+        rail.order = order
+    return rails
+
+
+def _route_problem(pair: PortPair) -> str:
+    """Return why packets cannot get from one port to the other, where the kernel's tables say so."""
+    gids: GidPair | None = pair.gids
+    if gids is None or gids.local.is_infiniband or not gids.rank.is_other_subnet:
+        return ""
+    route = find_route(gids.local.address, gids.remote.address, interface=gids.local.netdev)
+    return route.problem
+
+
+def _name(offer: PortOffer) -> str:
+    return f"{offer.device}:{offer.port}"

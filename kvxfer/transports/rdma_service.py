@@ -1,0 +1,188 @@
+"""The answering side: queue pairs that peers write to and read from, and that send nothing themselves.
+
+A peer says which of our ports, which GIDs and which attributes; the queue pair is ready to receive before it is told
+its number. What a device refuses is the answer, with step and errno; the peer decides what to try next. Connections
+belong to a session: when that ends, or when the peer asks, they are destroyed, and from then on the device drops what
+still comes in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import DeviceUnusableError, KvxferError, VerbsError
+from kvxfer.log import get_logger
+from kvxfer.transports.rdma_rail import random_psn
+from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest
+from kvxfer.verbs.enums import Access, Mtu
+from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
+from kvxfer.verbs.port import build_address_vector
+from kvxfer.verbs.queue_pair import QueuePair, QueuePairCapabilities
+
+if TYPE_CHECKING:
+    from kvxfer.config import EngineConfig
+    from kvxfer.transports.rdma_nic import Nic
+
+__all__ = ["RdmaService"]
+
+CONNECTING_MAX = 8
+"""Connections that are made at once: each may wait seconds for the kernel to find a neighbour."""
+PER_SESSION_MAX = 64
+"""Connections of one session: a rail takes one, so more is a peer that does not let go."""
+
+log = get_logger(__name__)
+
+
+class RdmaService:
+    """The ends that peers use. All methods may be called from any thread."""
+
+    def __init__(self, nics: Sequence[Nic], config: EngineConfig) -> None:
+        self._nics = {nic.name: nic for nic in nics}
+        self._config = config
+        self._lock = threading.Lock()
+        self._connections: dict[str, dict[int, QueuePair]] = {}
+        self._numbers = itertools.count(1)
+        self._makers = ThreadPoolExecutor(CONNECTING_MAX, thread_name_prefix="kvxfer-connect")
+        self._is_closed = False
+
+    @property
+    def connection_count(self) -> int:
+        """Queue pairs that peers hold."""
+        with self._lock:
+            return sum(map(len, self._connections.values()))
+
+    def accept(
+        self, peer: str, session: str, body: Mapping[str, Any], answer: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """Transport.accept."""
+        request = ConnectRequest.from_json(body)
+
+        def make() -> None:
+            reply = self._answer(peer, session, request)
+            if not answer(reply):
+                self.drop(session)
+
+        self._makers.submit(make)
+
+    def _answer(self, peer: str, session: str, request: ConnectRequest) -> dict[str, Any]:
+        try:
+            return self._make(peer, session, request).to_json()
+        except ConnectFailure as failure:
+            log.info("rdma.connect_refused", peer=peer, step=failure.step, reason=failure.error.message)
+            return failure.to_json()
+        except Exception as exc:  # a bug: the peer must not wait for nothing
+            log.error("rdma.connect_refused", peer=peer, step="", reason=repr(exc))
+            return ConnectFailure("create", 0, KvxferError(f"this end failed: {exc!r}.")).to_json()
+
+    def _make(self, peer: str, session: str, request: ConnectRequest) -> ConnectReply:
+        self.hang_up(session, request.replaces)
+        nic = self._nics.get(request.port)
+        if nic is None:
+            there = ", ".join(self._nics)
+            raise ConnectFailure("port", 0, KvxferError(f"there is no RDMA port {request.port} here; there is {there}."))
+        step = "address"
+        queue_pair: QueuePair | None = None
+        try:
+            nic.refresh()
+            offer, attributes = nic.offer(), request.attributes
+            address = build_address_vector(
+                offer,
+                request.offer,
+                self._gids(nic, request),
+                is_global=attributes.is_global,
+                hop_limit=attributes.hop_limit,
+                traffic_class=attributes.traffic_class,
+                service_level=attributes.service_level,
+            )
+            step = "create"
+            queue = nic.passive_queue()
+            queue_pair = nic.domain.create_qp(queue, capabilities=QueuePairCapabilities(max_send_wr=1))
+            step = "INIT"
+            queue_pair.to_init(
+                port=nic.port.number,
+                pkey_index=self._config.pkey_index,
+                access=Access.REMOTE_WRITE | Access.REMOTE_READ,
+            )
+            step = "RTR"
+            queue_pair.to_rtr(
+                address=address,
+                dest_qp_num=request.qp_num,
+                path_mtu=Mtu.of_nbytes(attributes.path_mtu),
+                rq_psn=request.psn,
+                max_dest_rd_atomic=attributes.read_depth,
+                min_rnr_timer=attributes.min_rnr_timer,
+            )
+            step = "RTS"
+            psn = random_psn()
+            queue_pair.to_rts(
+                sq_psn=psn,
+                max_rd_atomic=min(1, offer.read_depth.initiator),
+                timeout=attributes.timeout,
+                retry_cnt=attributes.retry_count,
+                rnr_retry=attributes.rnr_retry,
+            )
+        except KvxferError as error:
+            if queue_pair is not None:
+                queue_pair.close()
+            number = error.errno if isinstance(error, VerbsError) else 0
+            raise ConnectFailure(step, number or 0, error) from error
+        return ConnectReply(self._keep(session, queue_pair), queue_pair.number, psn)
+
+    def _gids(self, nic: Nic, request: ConnectRequest) -> GidPair | None:
+        """Return the pair that the peer chose, with the row where our GID is now."""
+        if not request.gid:
+            return None
+        ours = nic.find_candidate(request.gid)
+        pairs = rank_gid_pairs([ours], request.offer.gids) if ours is not None else []
+        if not pairs:
+            raise DeviceUnusableError(
+                f"{nic.name} has no usable GID {request.gid.hex()} any more; it has "
+                f"{', '.join(map(str, nic.choice.offered))}.",
+                remedy="An address was taken away or moved; the next connection takes the GIDs there are then.",
+                device=nic.name,
+            )
+        return pairs[0]
+
+    def _keep(self, session: str, queue_pair: QueuePair) -> int:
+        number = next(self._numbers)
+        with self._lock:
+            held = self._connections.setdefault(session, {})
+            if len(held) < PER_SESSION_MAX and not self._is_closed:
+                held[number] = queue_pair
+                return number
+        queue_pair.close()
+        raise ConnectFailure("create", 0, KvxferError(f"this session holds {PER_SESSION_MAX} connections already."))
+
+    def hang_up(self, session: str, number: int) -> None:
+        """Transport.hang_up: destroy one connection; when this returns the device drops what comes in for it."""
+        with self._lock:
+            queue_pair = self._connections.get(session, {}).pop(number, None)
+        if queue_pair is not None:
+            self._destroy([queue_pair])
+
+    def drop(self, session: str) -> None:
+        """Transport.drop."""
+        with self._lock:
+            held = self._connections.pop(session, {})
+        self._destroy(list(held.values()))
+
+    def close(self) -> None:
+        """Destroy all connections; make no more."""
+        with self._lock:
+            self._is_closed = True
+            held = [pair for pairs in self._connections.values() for pair in pairs.values()]
+            self._connections.clear()
+        self._makers.shutdown(wait=True, cancel_futures=True)
+        self._destroy(held)
+
+    @staticmethod
+    def _destroy(queue_pairs: list[QueuePair]) -> None:
+        for queue_pair in queue_pairs:
+            try:
+                queue_pair.close()
+            except KvxferError as error:
+                log.warning("rdma.close_failed", error=error.message)
