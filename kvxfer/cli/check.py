@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
+    from kvxfer.verbs.library import VerbsLibrary
 
 __all__ = ["Check", "CheckFunction", "Machine", "Status"]
 
@@ -40,6 +41,8 @@ class Machine:
     config: EngineConfig
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    library: VerbsLibrary | None = None
+    """The verbs library; None for the system's, opened when a check needs it."""
 
     def read(self, path: str) -> str | None:
         """Return the text of a file under `root`, stripped, or None where it cannot be read."""

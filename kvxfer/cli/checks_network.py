@@ -1,4 +1,4 @@
-"""The doctor's checks of names, addresses, ports, socket buffers, transports and RDMA hardware.
+"""The doctor's checks of names, addresses, ports, socket buffers and transports.
 
 Each takes a Machine and returns a Check (the transports: one each). No packet leaves the machine.
 """
@@ -15,11 +15,9 @@ from kvxfer.cli.table import format_size
 from kvxfer.interfaces import default_route_host
 from kvxfer.transports import TRANSPORTS
 from kvxfer.types import Probe
-from kvxfer.verbs.probe import find_ports, memlock_text, probe_library, probe_verbs
 
-__all__ = ["NETWORK_CHECKS", "RDMA_CHECKS", "probe_check", "transport_checks"]
+__all__ = ["NETWORK_CHECKS", "probe_check", "transport_checks"]
 
-MEMLOCK_SMALL_NBYTES = 64 << 20
 PORT_PRIVILEGED_END = 1024
 
 Resolve = Callable[[str], "list[str]"]
@@ -125,47 +123,6 @@ def probe_check(probe: Probe) -> Check:
     return Check(name, "warn", probe.reason, probe.remedy)
 
 
-def check_libibverbs(machine: Machine) -> Check:
-    """Whether the verbs library can be opened; missing it is no fault where there is no device."""
-    library = probe_library(environ=machine.environ)
-    if library.is_loadable:
-        return Check("libibverbs", "ok", f"{library.path} can be loaded")
-    if library.path == machine.environ.get("KVXFER_LIBIBVERBS"):
-        return Check("libibverbs", "warn", library.problem, "Correct KVXFER_LIBIBVERBS, or unset it.")
-    if find_ports(machine.root):
-        remedy = (
-            "Install it with its providers: `apt install libibverbs1 ibverbs-providers` or `dnf install libibverbs`."
-        )
-        return Check("libibverbs", "warn", library.problem, remedy)
-    return Check("libibverbs", "ok", f"{library.problem}; not needed without an RDMA device")
-
-
-def check_rdma_devices(machine: Machine) -> Check:
-    """The RDMA devices, their ports and whether this process sees their device files."""
-    report = probe_verbs(machine.root, environ=machine.environ)
-    if not report.devices:
-        return Check("rdma devices", "ok", "none")
-    ports = "; ".join(f"{port}, {port.link_layer}, {port.rate}" for port in report.ports)
-    value = ports or report.device_text
-    if report.device_files is None:
-        remedy = "Give the container the device files: docker run --device=/dev/infiniband."
-        return Check("rdma devices", "warn", f"{value}; no /dev/infiniband", remedy)
-    if not any(port.state == "ACTIVE" for port in report.ports):
-        remedy = "No port is ACTIVE: look at the cable, the switch, and for InfiniBand the subnet manager."
-        return Check("rdma devices", "warn", value, remedy)
-    return Check("rdma devices", "ok", value)
-
-
-def check_memlock(machine: Machine) -> Check:
-    """The locked-memory limit, which only RDMA registrations count against."""
-    report = probe_verbs(machine.root, environ=machine.environ)
-    text = memlock_text(report.memlock_nbytes)
-    if report.devices and report.memlock_nbytes is not None and report.memlock_nbytes < MEMLOCK_SMALL_NBYTES:
-        remedy = "Raise it for RDMA: `ulimit -l unlimited`, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1."
-        return Check("locked memory", "warn", text, remedy)
-    return Check("locked memory", "ok", f"{text}; shm and tcp lock none")
-
-
 def _resolve(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -198,4 +155,3 @@ def _default_route_device(machine: Machine) -> str | None:
 
 
 NETWORK_CHECKS = (check_host_name, check_listen_host, check_address, check_ports, check_socket_buffers)
-RDMA_CHECKS = (check_libibverbs, check_rdma_devices, check_memlock)

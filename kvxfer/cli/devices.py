@@ -11,11 +11,13 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvxfer import __version__
 from kvxfer.cli.environment import load_config
-from kvxfer.cli.rdma_survey import DeviceSurvey, GidRow, PortSurvey, survey_devices
+from kvxfer.cli.rdma_survey import DeviceSurvey, GidRow, PortSurvey, find_warnings, survey_devices
 from kvxfer.cli.table import Align, Style, draw_table, format_size, wrap
 from kvxfer.errors import DeviceNotFoundError, UsageError
 from kvxfer.rdma_names import DevicePort, parse_devices
@@ -29,6 +31,9 @@ __all__ = ["draw_devices", "run"]
 ROWS_SHOWN_MAX = 32
 """Rows of a GID table that are drawn; --json has all."""
 UNLIMITED_NBYTES = 1 << 50
+TEXT_WIDTH_MIN = 16
+
+Colour = Literal["red", "yellow", "green", "dim"]
 
 
 def run(arguments: Namespace, library: VerbsLibrary | None = None, root: Path = Path("/")) -> int:
@@ -44,7 +49,7 @@ def run(arguments: Namespace, library: VerbsLibrary | None = None, root: Path = 
         for device in chosen:
             print(json.dumps(device.to_json()))
     else:
-        print(draw_devices(chosen, library.version, Style.of(sys.stdout)))
+        print(draw_devices(chosen, library.version, Style.of(sys.stdout), arguments.to or ""))
     return 0 if any(not port.problem for device in chosen for port in device.ports) else 1
 
 
@@ -76,15 +81,17 @@ def _matches(item: DevicePort, device: str, port: int) -> bool:
     return item.device == device and item.port in (None, port)
 
 
-def draw_devices(found: Sequence[DeviceSurvey], library: str, style: Style) -> str:
-    """Return the text of the whole answer."""
-    title = style.paint(f"kvxfer {__version__} devices", "bold") + (f"  by {library}" if library else "")
+def draw_devices(found: Sequence[DeviceSurvey], library: str, style: Style, destination: str = "") -> str:
+    """Return the text of the whole answer. destination: the address that routes were looked for to."""
+    title = style.paint(f"kvxfer {__version__} devices", "bold") + (f", {library}" if library else "")
     if not found:
         return f"{title}\n\nThis machine has no RDMA device; its kernel has RDMA."
     ports = [(device, port) for device in found for port in device.ports]
     parts = [title, "", _draw_ports(found, style)]
+    parts += [style.paint(wrap(f"! {warning}", style, indent=""), "yellow") for warning in find_warnings(found)]
     if any(port.rows for _, port in ports):
-        parts += ["", style.paint("GIDs", "bold"), _draw_gids([port for _, port in ports if port.rows], style)]
+        with_rows = [port for _, port in ports if port.rows]
+        parts += ["", style.paint("GIDs", "bold"), _draw_gids(with_rows, style, destination)]
     parts += ["", style.paint("devices", "bold"), _draw_devices(found, style)]
     if ports:
         parts += ["", style.paint("limits that kvxfer keeps to", "bold"), _draw_limits(ports, style)]
@@ -92,74 +99,105 @@ def draw_devices(found: Sequence[DeviceSurvey], library: str, style: Style) -> s
 
 
 def _draw_ports(found: Sequence[DeviceSurvey], style: Style) -> str:
-    """A line for each port, and under it why it cannot be used, or what to know of it."""
+    """A line for each port, with what is used of it or why it is not."""
     header = ["", "port", "state", "link", "speed", "MTU", "NUMA", "used"]
-    rows: list[list[str]] = []
+    lines: list[Line] = []
     for device in found:
         if device.problem:
-            rows.append([style.mark("fail"), device.name, *["-"] * 6])
-            rows += _notes(f"{device.problem} {device.remedy}", style, "red")
+            told = f"{device.problem} {device.remedy}"
+            lines.append(Line([style.mark("fail"), device.name, *["-"] * 5], told, "red"))
         for one in device.ports:
-            rows.append([_mark(one, style), *_port_cells(device, one)])
-            rows += _notes(one.problem, style, "red") if one.problem else _notes(one.warning, style, "yellow")
-    return draw_table(header, rows, ["<"] * len(header), style)
+            told, colour = _use(one)
+            lines.append(Line([_mark(one, style), *_port_cells(device, one)], told, colour))
+    return _draw_lines(header, ["<"] * len(header), lines, style)
 
 
 def _port_cells(device: DeviceSurvey, one: PortSurvey) -> list[str]:
-    port = one.port
-    is_infiniband = port.link_layer is LinkLayer.INFINIBAND
-    active, most = port.active_mtu.nbytes, port.max_mtu.nbytes
+    active, most = one.port.active_mtu.nbytes, one.port.max_mtu.nbytes
     node = device.sysfs.numa_node
-    best = one.choice.best if one.choice and not one.problem else None
-    if best is None:
-        used = f"LID {port.lid}" if is_infiniband and not one.problem else "-"
-    else:
-        used = f"LID {port.lid}" if is_infiniband else f"{best.address}" + (f" on {best.netdev}" if best.netdev else "")
     return [
         one.name,
-        str(port.state),
-        str(port.link_layer),
+        str(one.port.state),
+        str(one.port.link_layer),
         one.rate or "unknown",
-        f"{active}" if active == most else f"{active} of {most}",
+        f"{active} of {most}" if active < most else f"{active}",
         "-" if node is None else str(node),
-        used,
     ]
 
 
-def _draw_gids(ports: Sequence[PortSurvey], style: Style) -> str:
-    """The GID tables of all ports, with the reason for or against each row; a long reason goes on below."""
-    header = ["", "port", "row", "address", "type", "interface", "verdict"]
-    align: list[Align] = ["<", "<", ">", "<", "<", "<", "<"]
-    shown = [(one, row) for one in ports for row in one.rows[:ROWS_SHOWN_MAX]]
-    cells = [_gid_cells(one, row, style) for one, row in shown]
-    widths = [max(map(len, column)) for column in zip(header[1:6], *[line[1:] for line in cells], strict=True)]
-    verdict_at = 1 + sum(width + 2 for width in widths) + 2
-    rows: list[list[str]] = []
-    for (one, row), line in zip(shown, cells, strict=True):
-        if row is one.rows[0] and rows:
-            rows.append([""])
-        first, *more = textwrap.wrap(_verdict(row), max(30, style.width - verdict_at))
-        colour = "green" if row.is_chosen else "dim"
-        rows.append([*line, style.paint(first, colour)])
-        rows += [[" " * verdict_at + style.paint(text, colour)] for text in more]
+def _use(one: PortSurvey) -> tuple[str, Colour]:
+    """What is used of a port, or why nothing is, and how to colour that."""
+    if one.problem:
+        return one.problem, "red" if one.is_wanted else "dim"
+    if one.choice is None or one.port.link_layer is LinkLayer.INFINIBAND:
+        return f"LID {one.port.lid}", "green"
+    best = one.choice.best
+    told = f"{best.address}" + (f" on {best.netdev}" if best.netdev else "")
+    return (f"{told}; {one.warning}", "yellow") if one.warning else (told, "green")
+
+
+def _draw_gids(ports: Sequence[PortSurvey], style: Style, destination: str) -> str:
+    """The GID tables of all ports, with the reason for or against each row."""
+    header = [
+        "",
+        "port",
+        "row",
+        "address",
+        "type",
+        "interface",
+        *([f"to {destination}"] if destination else []),
+        "verdict",
+    ]
+    align: list[Align] = ["<", "<", ">", *(["<"] * (len(header) - 3))]  # type: ignore[list-item]
+    lines: list[Line] = []
+    for one in ports:
+        if lines:
+            lines.append(Line([], "", "dim"))
+        lines += [
+            Line(_gid_cells(one, row, style), row.verdict, "green" if row.is_chosen and not one.problem else "dim")
+            for row in one.rows[:ROWS_SHOWN_MAX]
+        ]
         hidden = len(one.rows) - ROWS_SHOWN_MAX
-        if hidden > 0 and row is one.rows[ROWS_SHOWN_MAX - 1]:
-            rows.append([f"   ... and {hidden} more rows of {one.name}; --json has all"])
-    return draw_table(header, rows, align, style)
+        if hidden > 0:
+            lines.append(Line([], f"   ... and {hidden} more rows of {one.name}; --json has all", "dim"))
+    return _draw_lines(header, align, lines, style)
 
 
 def _gid_cells(one: PortSurvey, row: GidRow, style: Style) -> list[str]:
     candidate = row.candidate
     address = format_gid(candidate.value) if candidate.is_infiniband else str(candidate.address)
     prefix = "" if candidate.prefix_nbits is None else f"/{candidate.prefix_nbits}"
-    sign = style.mark(_status(one)) if row.is_chosen and not one.problem else " "
-    return [sign, one.name, str(row.index), address + prefix, str(candidate.type), candidate.netdev or "-"]
+    sign = _mark(one, style) if row.is_chosen and not one.problem else " "
+    cells = [sign, one.name, str(row.index), address + prefix, str(candidate.type), candidate.netdev or "-"]
+    if row.route is not None:
+        cells.append(str(row.route) if row.route.is_reachable else "no route")
+    return cells
 
 
-def _verdict(row: GidRow) -> str:
-    if row.route is None:
-        return row.verdict
-    return f"{row.verdict}; {'reaches it ' if row.route.is_reachable else ''}{row.route}"
+@dataclass(frozen=True)
+class Line:
+    """A row of a table: its cells, and a text for the last column, which is folded there. No cells: the text alone."""
+
+    cells: list[str]
+    text: str
+    colour: Colour
+
+
+def _draw_lines(header: list[str], align: list[Align], lines: Sequence[Line], style: Style) -> str:
+    whole = [line.cells for line in lines if line.cells]
+    widths = [max(map(len, column)) for column in zip(header[1:-1], *[cells[1:] for cells in whole], strict=True)]
+    text_at = 1 + sum(width + 2 for width in widths) + 2
+    rows: list[list[str]] = []
+    for line in lines:
+        if not line.cells:
+            rows.append([style.paint(line.text, line.colour)])
+            continue
+        first, *more = textwrap.wrap(line.text, max(TEXT_WIDTH_MIN, style.width - text_at), break_long_words=False) or [
+            ""
+        ]
+        rows.append([*line.cells, style.paint(first, line.colour)])
+        rows += [[" " * text_at + style.paint(text, line.colour)] for text in more]
+    return draw_table(header, rows, align, style)
 
 
 def _draw_devices(found: Sequence[DeviceSurvey], style: Style) -> str:
@@ -167,11 +205,11 @@ def _draw_devices(found: Sequence[DeviceSurvey], style: Style) -> str:
     rows = [
         [
             one.name,
-            f"{one.device.node_type} {one.device.transport_type}",
+            f"{one.device.node_type}, {one.device.transport_type}",
             one.sysfs.pci_address or "-",
             one.sysfs.firmware or "-",
             one.device.guid,
-            str(one.device.device_file),
+            f"/dev/infiniband/{one.device.device_file.name}",
         ]
         for one in found
     ]
@@ -209,13 +247,7 @@ def _draw_limits(ports: Sequence[tuple[DeviceSurvey, PortSurvey]], style: Style)
     return draw_table(header, rows, align, style)
 
 
-def _status(one: PortSurvey) -> str:
-    return "fail" if one.problem else "warn" if one.warning else "ok"
-
-
 def _mark(one: PortSurvey, style: Style) -> str:
-    return style.mark(_status(one))
-
-
-def _notes(text: str, style: Style, colour: str) -> list[list[str]]:
-    return [[style.paint(line, colour)] for line in wrap(text, style, indent="   ").splitlines()] if text else []
+    if not one.is_wanted:
+        return style.mark("off")
+    return style.mark("fail" if one.problem else "warn" if one.warning else "ok")

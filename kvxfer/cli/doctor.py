@@ -1,7 +1,7 @@
 """`kvxfer doctor`: what this machine lets kvxfer do, what keeps it from doing more, and what to do about that.
 
-The checks themselves are in `checks_system.py` and `checks_network.py`; this file puts them in order, runs them and
-shows the answers. The remedies are those of the exceptions: most come from the same function.
+The checks themselves are in `checks_system.py`, `checks_network.py` and `checks_rdma.py`; this file puts them in order,
+runs them and shows the answers. The remedies are those of the exceptions: most come from the same function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import partial
 
 from kvxfer import __version__
 from kvxfer.cli.check import Check, CheckFunction, Machine
-from kvxfer.cli.checks_network import NETWORK_CHECKS, RDMA_CHECKS, transport_checks
+from kvxfer.cli.checks_network import NETWORK_CHECKS, transport_checks
+from kvxfer.cli.checks_rdma import rdma_checks
 from kvxfer.cli.checks_system import SYSTEM_CHECKS
 from kvxfer.cli.environment import load_config
 from kvxfer.cli.keys import key_settings
@@ -65,13 +66,20 @@ def run_checks(machine: Machine, functions: tuple[CheckFunction, ...]) -> Iterat
 
 def _transport_section(machine: Machine) -> Iterator[Check]:
     yield from transport_checks(machine)
-    yield from run_checks(machine, RDMA_CHECKS)
+
+
+def _rdma_section(machine: Machine) -> Iterator[Check]:
+    try:
+        yield from rdma_checks(machine)
+    except (OSError, ValueError) as exc:
+        yield Check("rdma", "warn", f"could not be found out: {exc}", "The kernel's log may say more: dmesg.")
 
 
 SECTIONS: tuple[Section, ...] = (
     ("system", partial(run_checks, functions=SYSTEM_CHECKS)),
     ("network", partial(run_checks, functions=NETWORK_CHECKS)),
     ("transports", _transport_section),
+    ("rdma", _rdma_section),
 )
 
 
@@ -102,9 +110,9 @@ def _with_problem(found: Iterator[Check], problem: KvxferError) -> Iterator[Chec
 
 
 def _to_text(check: Check, style: Style) -> str:
-    label = f"{check.name:<{NAME_WIDTH}}"
+    label = f"{check.name:<{NAME_WIDTH - 1}} "
     indent = " " * (NAME_WIDTH + 4)
-    value = wrap(check.value, style, indent)[len(indent) :]
+    value = "\n".join(wrap(line, style, indent) for line in check.value.splitlines())[len(indent) :]
     text = f"  {style.mark(check.status)} {label}{value}"
     if not check.remedy:
         return text

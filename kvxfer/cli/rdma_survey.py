@@ -17,7 +17,9 @@ from kvxfer.verbs.device import Context, Device, DeviceLimits, Port, list_device
 from kvxfer.verbs.gid import GidTable, format_gid, read_gid_table
 from kvxfer.verbs.gid_candidate import GidCandidate, find_candidates
 from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
-from kvxfer.verbs.port import check_wanted, judge_ports
+from kvxfer.verbs.port import NOT_WANTED, check_wanted, judge_ports
+from kvxfer.verbs.port_offer import PortOffer, plan_read_depth
+from kvxfer.verbs.rails import find_shared_gids
 from kvxfer.verbs.routes import Route, find_route
 from kvxfer.verbs.sysfs import SysfsDevice
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
     from kvxfer.verbs.library import VerbsLibrary
 
-__all__ = ["DeviceSurvey", "GidRow", "PortSurvey", "survey_device", "survey_devices"]
+__all__ = ["DeviceSurvey", "GidRow", "PortSurvey", "find_warnings", "survey_device", "survey_devices"]
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,14 @@ class GidRow:
 
 @dataclass(frozen=True)
 class PortSurvey:
-    """One port. problem: why kvxfer cannot use it, or "". interfaces: those that its GIDs are addresses of."""
+    """One port.
+
+    is_carrier: it could carry data, whatever its GIDs. problem: why kvxfer cannot use it, or "".
+    interfaces: those that its GIDs are addresses of.
+    """
 
     port: Port
+    is_carrier: bool
     problem: str
     warning: str
     rate: str
@@ -73,6 +80,11 @@ class PortSurvey:
     choice: GidChoice | None
     rows: tuple[GidRow, ...]
     interfaces: tuple[Interface, ...]
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the settings allow it."""
+        return self.problem != NOT_WANTED
 
     @property
     def name(self) -> str:
@@ -192,6 +204,19 @@ def survey_device(
         return DeviceSurvey(device, sysfs, problem=error.message, remedy=error.remedy)
 
 
+def find_warnings(found: Sequence[DeviceSurvey]) -> list[str]:
+    """Return what is odd about the ports together: those that share an address."""
+    offers = [
+        PortOffer.of(
+            one.port, one.choice.offered, read_depth=plan_read_depth(device.limits, queue_pairs=1), pkey=0xFFFF
+        )
+        for device in found
+        for one in device.ports
+        if device.limits is not None and one.choice is not None and not one.problem
+    ]
+    return find_shared_gids(offers)
+
+
 def _survey_port(
     context: Context,
     port: Port,
@@ -202,6 +227,7 @@ def _survey_port(
     destination: IpAddress | None,
 ) -> PortSurvey:
     table = read_gid_table(context, port, interfaces)
+    is_carrier = not problem
     choice = None
     try:
         choice = choose_gid(table, interfaces, GidPreference.of(config, context.name))
@@ -217,6 +243,7 @@ def _survey_port(
     names = {row.candidate.netdev for row in rows}
     return PortSurvey(
         port=port,
+        is_carrier=is_carrier,
         problem=problem,
         warning=choice.warning if choice else "",
         rate=sysfs.rate(port.number).replace("Gb/sec", "Gb/s") or (f"{port.gbps:g} Gb/s" if port.gbps else ""),

@@ -338,6 +338,7 @@ class _Job:
         self.regions.append(region)
         self.nbytes_done += region.nbytes
         self.nbytes_worked = max(self.nbytes_worked, region.nbytes)
+        self.limit = max(self.limit, region.nbytes)  # under way when the limit was lowered, and taken after all
         if refused := self.access & ~region.access:
             self.refused_access |= refused
             log.warning("registration.access_refused", device=self.device, access=str(self.refused_access))
@@ -349,9 +350,10 @@ class _Job:
             return False  # a piece of this size was taken, so it is not the size
         if piece.nbytes > self.limit:
             return True  # it was under way when another one found out
-        smaller = 1 << ((piece.nbytes - 1).bit_length() - 1)  # the next power of two below
-        if smaller < CHUNK_NBYTES_MIN:
+        if piece.nbytes <= CHUNK_NBYTES_MIN:
             return False
+        halved = 1 << ((piece.nbytes - 1).bit_length() - 1)  # the next power of two below
+        smaller = max(halved, self.nbytes_worked)
         log.warning(
             "registration.limit_lowered",
             device=self.device,
@@ -484,6 +486,9 @@ def _release(regions: Sequence[MemoryRegion], threads: int) -> list[VerbsError]:
     if len(regions) < 2 or threads == 1 or sum(region.nbytes for region in regions) < THREADED_NBYTES_MIN:
         outcomes = [close(region) for region in regions]
     else:
-        with ThreadPoolExecutor(threads, "kvxfer-deregister") as pool:
-            outcomes = list(pool.map(close, regions))
+        try:
+            with ThreadPoolExecutor(threads, "kvxfer-deregister") as pool:
+                outcomes = list(pool.map(close, regions))
+        except RuntimeError:  # the interpreter is on its way out and starts no thread any more
+            outcomes = [close(region) for region in regions]
     return [error for error in outcomes if error is not None]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvxfer.errors import KvxferError, PostError, TransportUnavailableError, VerbsError
+from kvxfer.errors import KvxferError, PeerUnreachableError, PostError, TransportUnavailableError, VerbsError
 from kvxfer.memory.chunks import CHUNK_DTYPE
 from kvxfer.memory.slices import cut_slices
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, is_delivered
@@ -421,6 +421,9 @@ class RdmaEndpoint(Endpoint):
         except TransportUnavailableError as error:
             with self._changed:
                 self._fail_orphans(transfer, error)
+        except PeerUnreachableError:
+            if time.monotonic() < until:
+                raise  # else the time of this batch is over, which says nothing of the peer
         finally:
             with self._changed:
                 self._is_connecting = False

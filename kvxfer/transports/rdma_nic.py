@@ -163,7 +163,7 @@ class Nic:
 _EMPTY = KeyTable(np.zeros(0, CHUNK_DTYPE), np.zeros(0, np.uint32))
 
 
-def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, *, root: Path = Path("/")) -> NicSurvey:
+def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: Path = Path("/")) -> NicSurvey:
     """Open every port that the settings allow and that carries data.
 
     Raises VerbsUnavailableError where RDMA cannot be used at all, DeviceNotFoundError where the settings name a device

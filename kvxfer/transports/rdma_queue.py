@@ -178,9 +178,10 @@ class SendQueue:
 
     def _note_posted(self, lane: Lane, count: int) -> None:
         if count:
+            before = int(lane.ends[lane.posted - 1]) if lane.posted else 0
             self._posted += count
             lane.posted += count
-            lane.transfer.nbytes_moved = max(lane.transfer.nbytes_moved, 1)  # it has begun
+            lane.transfer.nbytes_moved += int(lane.ends[lane.posted - 1]) - before
             self._spans.append((self._posted, lane, lane.posted))
 
     def poll(self) -> bool:

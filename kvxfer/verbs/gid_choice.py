@@ -294,7 +294,7 @@ def _verdict(candidate: GidCandidate, best: GidCandidate, ranked: Sequence[GidCa
         return GidVerdict(candidate, True, "chosen")
     if candidate not in ranked:
         return GidVerdict(candidate, False, "not what the user prefers")
-    return GidVerdict(candidate, True, f"after row {best.index}: {_difference(candidate, best)}")
+    return GidVerdict(candidate, True, _difference(candidate, best))
 
 
 def _why_never(candidate: GidCandidate) -> str:
@@ -310,7 +310,10 @@ def _difference(candidate: GidCandidate, best: GidCandidate) -> str:
     """Name the first criterion by which `candidate` comes after `best`."""
     rank, better = rank_candidate(candidate), rank_candidate(best)
     words = dict(_words(candidate))
-    return next((words[name] for name in rank._fields if getattr(rank, name) != getattr(better, name)), "a later row")
+    for name, own, its in zip(rank._fields, rank, better, strict=True):
+        if own != its:
+            return f"after row {best.index}: {words[name]}"
+    return f"as good as row {best.index}, which comes first"
 
 
 def _words(candidate: GidCandidate) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from kvxfer.verbs.gid_choice import GidPair
     from kvxfer.verbs.port_offer import PortOffer
 
-__all__ = ["AddressVector", "PortVerdict", "build_address_vector", "check_wanted", "choose_port", "judge_ports"]
+__all__ = [
+    "NOT_WANTED",
+    "AddressVector",
+    "PortVerdict",
+    "build_address_vector",
+    "check_wanted",
+    "choose_port",
+    "judge_ports",
+]
 
 HOP_LIMIT = 64  # crosses routers; 1 would stay in the rack (mori PR 298)
 LID_UNICAST_MAX = 0xBFFF
@@ -28,6 +36,7 @@ SERVICE_LEVEL_MAX = 15
 BYTE_MAX = 255
 FLOW_LABEL_MAX = (1 << 20) - 1
 ZERO_GID = bytes(16)
+NOT_WANTED = "not in rdma_devices"
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ def _why_not(port: Port, transport_type: TransportType, wanted: Sequence[DeviceP
     """Why a port carries no data for us; "" where it does."""
     named = [item for item in wanted or () if item.device == port.device]
     if wanted is not None and not any(item.port in (None, port.number) for item in named):
-        return "not among the devices that the user named"
+        return NOT_WANTED
     if transport_type is TransportType.IWARP or port.link_layer is LinkLayer.UNSPECIFIED:
         return "unsupported (iWARP): its queue pairs need a connection manager"
     if transport_type not in (TransportType.IB, TransportType.UNKNOWN):

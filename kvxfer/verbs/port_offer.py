@@ -25,11 +25,13 @@ __all__ = [
     "agree_read_depth",
     "check_pkey_index",
     "find_pkey_conflict",
+    "mtu_of_interface",
     "plan_read_depth",
 ]
 
 MTU_ASSUMED = Mtu.MTU_1024
 """For a peer that does not tell its MTU: what fits into an Ethernet of 1500 bytes, RoCE's headers included."""
+ROCE_HEADERS_NBYTES = 40 + 8 + 12 + 4 + 28 + 4
 READ_DEPTH_MAX = 255  # ibv_qp_attr.max_rd_atomic is a byte
 DEVICE_LENGTH_MAX = 64  # IBV_SYSFS_NAME_MAX
 FULL_MEMBER = 0x8000
@@ -131,6 +133,15 @@ class PortOffer:
 def agree_mtu(*active: Mtu, nbytes_max: int = 4096) -> Mtu:
     """Return the largest path MTU that every end's active MTU and the user's bound allow."""
     return min(Mtu.of_nbytes(nbytes_max), *(one if one.nbytes else MTU_ASSUMED for one in active))
+
+
+def mtu_of_interface(nbytes: int) -> Mtu:
+    """Return the path MTU that an Ethernet interface with an MTU of `nbytes` carries.
+
+    Source: iboe_get_mtu (include/rdma/ib_addr.h): 96 bytes for GRH, UDP, BTH, the longest extensions and ICRC.
+    """
+    fitting = [mtu for mtu in Mtu if mtu.nbytes <= nbytes - ROCE_HEADERS_NBYTES]
+    return max(fitting, default=Mtu.MTU_256)
 
 
 def plan_read_depth(limits: DeviceLimits, *, queue_pairs: int, depth_max: int = READ_DEPTH_MAX) -> ReadDepth:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ EVERY_MEDIUM = (*MEDIA, pytest.param("rdma", marks=pytest.mark.rdma))
 """rdma: registered memory by RDMA devices, in the lab (docs/lab.md): two "hosts" with two rails each in one guest."""
 LAB_DEVICES = ("rxa0,rxa1", "rxb0,rxb1")
 """What this process and the peer use there."""
+LAB_NETDEVS = ("va0", "va1")
 
 
 class Link:
@@ -51,6 +54,22 @@ class Link:
         """Return memory of the peer, zeroed."""
         make = self.peer.allocate if self.medium == "shm" else self.peer.register
         return make(nbytes, **settings)
+
+    @contextlib.contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Keep batches from moving meanwhile: the peer is stopped; over RDMA, which does not need it to run, the wire
+        loses every packet."""
+        if self.transport != "rdma":
+            with self.peer.stopped():
+                yield
+            return
+        for netdev in LAB_NETDEVS:
+            subprocess.run(["tc", "qdisc", "add", "dev", netdev, "root", "netem", "loss", "100%"], check=True)
+        try:
+            yield
+        finally:
+            for netdev in LAB_NETDEVS:
+                subprocess.run(["tc", "qdisc", "del", "dev", netdev, "root"], check=True)
 
     def clean(self) -> None:
         """Forget all memory and notifications, so that the next test finds none."""

@@ -107,7 +107,7 @@ def test_await_raises_the_error_and_does_not_block_the_loop(own_link: Link) -> N
         finally:
             ticker.cancel()
 
-    with link.peer.stopped(), pytest.raises(TransferTimeoutError):
+    with link.stalled(), pytest.raises(TransferTimeoutError):
         asyncio.run(move())
 
     assert ticks >= 5
@@ -121,7 +121,7 @@ def test_cancelled_task_ends_the_batch(own_link: Link) -> None:
         task = asyncio.ensure_future(asyncio.wait_for(batch, 0.1))
         await task
 
-    with link.peer.stopped(), pytest.raises(asyncio.TimeoutError):
+    with link.stalled(), pytest.raises(asyncio.TimeoutError):
         asyncio.run(move())
 
     wait_until(lambda: batch.is_done)
@@ -133,7 +133,7 @@ def test_deadline_of_submit_holds_for_wait(own_link: Link) -> None:
     link = own_link
     start = time.monotonic()
     batch, _, _ = submit_large(link, notify=b"x", timeout_s=0.5)
-    with link.peer.stopped():
+    with link.stalled():
         with pytest.raises(TransferTimeoutError, match=r"0\.[5-9]\d* s|1\.\d* s") as caught:
             batch.wait()
         elapsed_s = time.monotonic() - start
@@ -150,7 +150,7 @@ def test_deadline_of_submit_holds_for_wait(own_link: Link) -> None:
 def test_timeout_of_wait_is_final(own_link: Link) -> None:
     link = own_link
     batch, here, there = submit_large(link, notify=b"x")
-    with link.peer.stopped():
+    with link.stalled():
         with pytest.raises(TransferTimeoutError):
             batch.wait(0.1)
         assert batch.is_done
@@ -201,8 +201,11 @@ def test_cancel_of_a_batch_that_never_began(link: Link) -> None:
     assert batch.is_done
     assert batch.poll()
     assert isinstance(batch.exception, TransferCancelledError)
-    assert batch.rows_done.tolist() == [False]
-    assert not there.array().any()
+    if link.transport == "rdma":  # submit has posted it: what is told as done is, and nothing comes later
+        assert batch.rows_done.tolist() == [bool(there.array().all())]
+    else:
+        assert batch.rows_done.tolist() == [False]
+        assert not there.array().any()
     link.engine.unregister(here)
 
 
@@ -219,7 +222,7 @@ def test_cancel_of_a_batch_that_is_done_changes_nothing(link: Link) -> None:
 def test_cancel_from_another_thread_wakes_who_waits(own_link: Link) -> None:
     link = own_link
     batch, _, _ = submit_large(link, notify=b"x")
-    with link.peer.stopped():
+    with link.stalled():
         failed: list[BaseException] = []
 
         def wait() -> None:
@@ -242,7 +245,7 @@ def test_cancel_from_another_thread_wakes_who_waits(own_link: Link) -> None:
 def test_engine_is_usable_after_a_batch_failed(own_link: Link) -> None:  # B172
     link = own_link
     batch, here, there = submit_large(link, notify=b"no")
-    with link.peer.stopped(), pytest.raises(TransferTimeoutError):
+    with link.stalled(), pytest.raises(TransferTimeoutError):
         batch.wait(0.1)
 
     here.array[:] = 5
@@ -293,7 +296,7 @@ def test_closing_the_segment_fails_its_batches(own_link: Link) -> None:
     with pytest.raises(ClosedError):
         link.engine.write(link.segment, here.address, there.address, 4096)
     assert not link.segment.is_open
-    assert not there.array().any()
+    assert link.transport == "rdma" or not there.array().any()  # over rdma submit has posted it
     again = link.engine.open_segment(link.peer.address)
     assert again is not link.segment
     link.engine.write(again, here.address, there.address, 4096)
@@ -433,7 +436,7 @@ def test_memory_that_was_handed_over_too_late_is_not_taken_for_other_memory() ->
 def test_poll_does_not_wait_for_a_stopped_peer(own_link: Link) -> None:
     link = own_link
     batch, _, _ = submit_large(link, notify=b"x")
-    with link.peer.stopped():
+    with link.stalled():
         for _ in range(50):
             batch.poll()  # until all that can be done at once is done
         times = []

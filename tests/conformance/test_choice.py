@@ -239,9 +239,9 @@ def test_broken_verbs_library_is_silent_and_hinders_nobody(
 
 def test_tcp_alone_never_asks_for_verbs() -> None:  # B49
     forbid = (
-        "import kvxfer.transports.rdma as rdma, kvxfer.verbs.probe as probe\n"
+        "import kvxfer.transports.rdma as rdma, kvxfer.verbs.library as library\n"
         "def never(*_, **__): raise AssertionError('verbs were asked for')\n"
-        "rdma.probe_verbs = probe.probe_verbs = probe.probe_library = probe.find_ports = never\n"
+        "rdma.RdmaTransport.probe = library.load_library = never\n"
     )
     with Peer(transports=("tcp",)) as peer:
         there = peer.register(4096)

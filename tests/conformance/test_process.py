@@ -265,7 +265,7 @@ def test_interrupt_ends_a_stuck_wait_and_the_engine_stays_usable(own_link: Link,
     assert script.stdout is not None
     assert script.stdout.readline() == "ready\n"
 
-    with link.peer.stopped():
+    with link.stalled():
         script.stdin.write("\n")
         script.stdin.flush()
         assert script.stdout.readline() == "waiting\n"
@@ -384,7 +384,7 @@ def test_thread_stuck_in_wait_does_not_keep_the_process(own_link: Link, how: str
     assert script.stdout is not None
     assert script.stdout.readline() == "ready\n"
 
-    with link.peer.stopped():
+    with link.stalled():
         start = time.monotonic()
         out, err = script.communicate("\n", timeout=20)
 
@@ -496,7 +496,7 @@ def test_plain_thread_stuck_in_wait_does_not_keep_the_process(own_link: Link) ->
     assert script.stdout is not None
     assert script.stdout.readline() == "ready\n"
 
-    with link.peer.stopped():
+    with link.stalled():
         start = time.monotonic()
         try:
             out, err = script.communicate("\n", timeout=4.0)

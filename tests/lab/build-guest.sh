@@ -3,8 +3,8 @@
 #
 #   build-guest.sh [KERNEL_PACKAGE]    the newest 6.12 image that apt offers, else Debian's 6.1
 #
-# Writes build/lab/guest/KERNEL_VERSION/{vmlinux,initramfs.cpio,modules}. Downloads the package, does not install it:
-# neither root nor a change to the host. A guest newer than these scripts is kept.
+# Writes {vmlinux,initramfs.cpio,modules} into build/lab/guest/KERNEL_VERSION, or below $LAB_BUILD. Downloads the
+# package and does not install it: neither root nor a change to the host. A guest newer than these scripts is kept.
 set -Eeuo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=${LAB_BUILD:-$here/../../build/lab}

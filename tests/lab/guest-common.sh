@@ -11,7 +11,6 @@
 # Passed on: PATH HOME USER LANG LC_ALL TERM VIRTUAL_ENV PYTHON* PYTEST* LAB_* and the names in $GUEST_ENV.
 # Exit status: the command's; 124 it ran out of time; 125 the guest did not boot, died, or has no topology.
 
-# shellcheck disable=SC2034  # used by the scripts that source this
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 topology=wire timeout_s=600 shared=() cwd=$PWD memory=3G append='' keep=0 command=()
 control='' guest_pid='' pump_pids=()
@@ -53,7 +52,8 @@ parse_options() {
 
 write_environment() {
     local name
-    for name in $(compgen -e | grep -E '^(PATH|HOME|USER|LANG|LC_ALL|TERM|VIRTUAL_ENV|(PYTHON|PYTEST|LAB_).*)$') ${GUEST_ENV:-}; do
+    local passed='^(PATH|HOME|USER|LANG|LC_ALL|TERM|VIRTUAL_ENV|(PYTHON|PYTEST|LAB_).*)$'
+    for name in $(compgen -e | grep -E "$passed") ${GUEST_ENV:-}; do
         [[ -z ${!name+x} ]] || printf 'export %s=%q\n' "$name" "${!name}"
     done
     printf 'export LAB_MACHINE=%q LAB_TOPOLOGY=%q\n' "$machine" "$(basename "$topology" .sh)"

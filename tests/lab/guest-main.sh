@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The first program in the guest's root, for QEMU and for User-Mode Linux: set up the topology, run the command, say how
-# it ended. It lies as main.sh in the control folder /run/lab (guest-common.sh makes that); its answer is the file `status` there.
+# it ended. It lies as main.sh in the control folder /run/lab, which guest-common.sh made; its answer is the file
+# `status` there.
 # Not -e: whatever happens, the guest must write its status and power off.
 set -uo pipefail
 control=/run/lab

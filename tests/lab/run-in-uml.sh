@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Boot a User-Mode Linux kernel and run a command there: KVXFER_UML_KERNEL=FILE run-in-uml.sh [OPTION ...] -- COMMAND ...
+# Boot a User-Mode Linux kernel and run a command there:
+#   KVXFER_UML_KERNEL=FILE run-in-uml.sh [OPTION ...] -- COMMAND ...
 #
 # As run-in-guest.sh, but the kernel is a process of this host, so Python runs at nearly the host's pace; one CPU.
 # The kernel is not part of this project: a Linux for ARCH=um with hostfs, overlayfs, veth, dummy, netem, policy
@@ -57,15 +58,16 @@ chmod 755 "$control/init.sh"
 pin=()
 if [[ $cpu != none ]] && command -v taskset >/dev/null; then
     if [[ $cpu == auto ]]; then
-        mapfile -t usable < <(taskset -pc $$ | sed 's/.*: //' | tr ',' '\n' | while IFS=- read -r a b; do seq "$a" "${b:-$a}"; done)
+        mapfile -t usable < <(taskset -pc $$ | sed 's/.*: //' | tr ',' '\n' |
+            while IFS=- read -r first last; do seq "$first" "${last:-$first}"; done)
         cpu=${usable[$$ % ${#usable[@]}]}
     fi
     pin=(taskset -c "$cpu")
 fi
 
 exec {out}>&1 {err}>&2 # numbers from 10 on: the kernel closes no low ones that a caller may have handed on
-TMPDIR=/dev/shm setsid timeout -k 5 "$timeout_s" "${pin[@]}" "$KVXFER_UML_KERNEL" "umid=kvxfer-lab-$$" "uml_dir=$control/uml" \
-    mem="$memory" root=/dev/root rootfstype=hostfs rootflags=/ ro init="$control/init.sh" \
+TMPDIR=/dev/shm setsid timeout -k 5 "$timeout_s" "${pin[@]}" "$KVXFER_UML_KERNEL" \
+    "umid=kvxfer-lab-$$" "uml_dir=$control/uml" mem="$memory" root=/dev/root rootfstype=hostfs rootflags=/ ro init="$control/init.sh" \
     con=null con0=null,fd:1 ssl=null "ssl0=null,fd:$out" "ssl1=null,fd:$err" quiet loglevel=4 panic=-1 $append \
     </dev/null >"$control/console.log" 2>"$control/uml.log" &
 guest_pid=$!

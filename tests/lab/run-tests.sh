@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make lab`: install what the lab needs, build the guest, then for each topology boot one guest and run its tests there.
+# `make lab`: install what the lab needs, build the guest, then boot one guest for each topology and run its tests.
 #
 #   LAB=uml             in User-Mode Linux, with the kernel that KVXFER_UML_KERNEL names (qemu)
 #   LAB_TOPOLOGIES=...  which guests, by the names of topologies/*.sh (all, wire first)
@@ -73,7 +73,9 @@ for topology in "${topologies[@]}"; do
     say "guest $topology ($machine)"
     started=$SECONDS status=0
     run_tests "$topology" || status=$?
-    report+=("$(printf '%-10s %4ds  %s' "$topology" $((SECONDS - started)) "$( ((status)) && echo "FAILED ($status)" || echo passed)")")
+    verdict=passed
+    ((status == 0)) || verdict="FAILED ($status)"
+    report+=("$(printf '%-10s %4ds  %s' "$topology" $((SECONDS - started)) "$verdict")")
     ((first_failure)) || first_failure=$status
 done
 say "done"

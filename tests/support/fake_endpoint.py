@@ -34,14 +34,21 @@ class Polled(NamedTuple):
 
 
 class Endpoint:
-    """A device, a protection domain, a completion queue with its channel, a queue pair in RESET."""
+    """A device, a protection domain, a completion queue with its channel, a queue pair in RESET.
 
-    def __init__(self, library: FakeLibrary, device: int = 0, *, cqe: int = 1000, **caps: int) -> None:
+    pd: a protection domain that exists; by default the device is opened anew for its own one.
+    """
+
+    def __init__(self, library: FakeLibrary, device: int = 0, *, pd: Any = None, cqe: int = 1000, **caps: int) -> None:
         self.library = library
-        devices = library.ibv_get_device_list(ffi.NULL)
-        self.context = library.ibv_open_device(devices[device])
-        library.ibv_free_device_list(devices)
-        self.pd = library.ibv_alloc_pd(self.context)
+        self.owns_pd = pd is None
+        if pd is None:
+            devices = library.ibv_get_device_list(ffi.NULL)
+            self.context = library.ibv_open_device(devices[device])
+            library.ibv_free_device_list(devices)
+            self.pd = library.ibv_alloc_pd(self.context)
+        else:
+            self.pd, self.context = pd, pd.context
         self.channel = library.ibv_create_comp_channel(self.context)
         self.cq = library.ibv_create_cq(self.context, cqe, ffi.NULL, self.channel, 0)
         self.qp = ffi.NULL
@@ -192,8 +199,9 @@ class Endpoint:
             assert library.ibv_dereg_mr(region) == 0
         assert library.ibv_destroy_cq(self.cq) == 0
         assert library.ibv_destroy_comp_channel(self.channel) == 0
-        assert library.ibv_dealloc_pd(self.pd) == 0
-        assert library.ibv_close_device(self.context) == 0
+        if self.owns_pd:
+            assert library.ibv_dealloc_pd(self.pd) == 0
+            assert library.ibv_close_device(self.context) == 0
 
 
 def _sges(pieces: list[tuple[int, int, int]]) -> Any:

@@ -8,7 +8,8 @@ trap 'echo "lab: ${BASH_SOURCE[0]##*/} line $LINENO: $BASH_COMMAND" >&2' ERR
 roce_mtu=4200 # carries RoCE packets of 4096 bytes and their headers
 
 # accept_local: a packet of this guest's own address, coming in from a wire, is welcome. accept_dad=0: addresses are
-# usable at once. The table of local addresses is searched last, or the kernel would short-cut over lo, which has no device.
+# usable at once. The table of local addresses is searched last, or the kernel would short-cut over lo, which has no
+# device.
 prepare_network() {
     local family
     sysctl -qw net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0 \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two hosts with two rails each, on real wires, so that tc netem and link down work: 10.10.RAIL.1 is a, 10.10.RAIL.2 is b.
+# Two hosts with two rails each, on wires, so that tc netem and link down work: 10.10.RAIL.1 is a, 10.10.RAIL.2 is b.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare_network

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.cli import checks_network, checks_system, doctor
+from kvxfer.cli import checks_network, checks_rdma, checks_system, doctor
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.environment import known_variables, load_config
 from kvxfer.config import EngineConfig
@@ -43,7 +43,7 @@ def test_every_check_answers_on_a_machine_without_any_file(tmp_path: Path) -> No
     checks = [
         *doctor.run_checks(bare, checks_system.SYSTEM_CHECKS),
         *doctor.run_checks(bare, checks_network.NETWORK_CHECKS),
-        *doctor.run_checks(bare, checks_network.RDMA_CHECKS),
+        *checks_rdma.rdma_checks(bare),
     ]
 
     assert len({check.name for check in checks}) == len(checks) > 15
@@ -264,45 +264,6 @@ def test_transports_are_judged_by_what_depends_on_them(probe: Probe, status: str
     assert check.status == status
     assert probe.reason in check.value
     assert check.remedy == probe.remedy
-
-
-def test_broken_library_path_is_told_although_there_is_no_device(tmp_path: Path) -> None:
-    check = checks_network.check_libibverbs(machine(tmp_path, {"KVXFER_LIBIBVERBS": "/nowhere.so"}))
-
-    assert check.status == "warn"
-    assert "/nowhere.so" in check.value
-
-
-def test_rdma_device_without_device_files_names_the_docker_option(tmp_path: Path, write: WriteFile) -> None:
-    write("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
-
-    check = checks_network.check_rdma_devices(machine(tmp_path))
-
-    assert check.status == "warn"
-    assert "mlx5_0 port 1 (ACTIVE)" in check.value
-    assert "--device=/dev/infiniband" in check.remedy
-
-
-def test_rdma_device_without_active_port_is_a_warning(tmp_path: Path, write: WriteFile) -> None:
-    write("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
-    write("dev/infiniband/uverbs0", "")
-
-    check = checks_network.check_rdma_devices(machine(tmp_path))
-
-    assert check.status == "warn"
-    assert "ACTIVE" in check.remedy
-
-
-def test_small_locked_memory_matters_only_with_a_device(
-    tmp_path: Path, write: WriteFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
-    before = checks_network.check_memlock(machine(tmp_path))
-
-    write("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
-
-    assert before.status == "ok"
-    assert checks_network.check_memlock(machine(tmp_path)).status == "warn"
 
 
 def test_failed_check_is_exit_status_one_and_its_remedy_is_in_the_json(

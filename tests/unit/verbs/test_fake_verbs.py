@@ -197,7 +197,7 @@ def test_rtr_is_refused_with_the_kernels_error(changes: dict[str, Any], expected
 
 
 def test_misbehaviour_of_a_device_is_a_field() -> None:
-    changes = {"read_depth_max": 1, "hop_limits": (0, 16), "refuses_reset_to_reset": True}
+    changes: dict[str, Any] = {"read_depth_max": 1, "hop_limits": (0, 16), "refuses_reset_to_reset": True}
     pair = Pair(connect=False, **changes)
 
     assert pair.a.modify(1, qp_state=QueuePairState.RESET) == errno.EINVAL
@@ -561,7 +561,7 @@ def test_registration_is_refused_as_a_kernel_does() -> None:
         if found != ffi.NULL:
             end.regions.append(found)
             return 0
-        return ffi.errno
+        return int(ffi.errno)
 
     assert attempt(nbytes=0) == errno.EINVAL
     assert attempt(access=Access.REMOTE_WRITE) == errno.EINVAL

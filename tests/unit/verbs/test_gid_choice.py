@@ -168,7 +168,7 @@ def test_ipv4_beats_ipv6_and_the_lower_row_decides_last() -> None:
     assert [verdict.reason for verdict in choice.verdicts] == [
         "after row 1: IPv6",
         "chosen",
-        "after row 1: a later row",
+        "as good as row 1, which comes first",
     ]
     assert [one.index for one in choice.offered] == [1, 2, 0]
 

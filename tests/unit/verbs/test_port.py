@@ -59,7 +59,7 @@ def test_filter_of_the_user_names_devices_or_ports(wanted: str, numbers: list[in
     verdicts = judge_ports([port(number=1), port(number=2)], TransportType.IB, parse_devices(wanted))
 
     assert [verdict.port.number for verdict in verdicts if verdict.is_usable] == numbers
-    assert all(verdict.reason == "not among the devices that the user named" for verdict in verdicts if verdict.reason)
+    assert all(verdict.reason == "not in rdma_devices" for verdict in verdicts if verdict.reason)
 
 
 def test_device_of_the_filter_that_is_not_here_is_told_with_those_that_are() -> None:

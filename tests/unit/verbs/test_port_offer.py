@@ -18,6 +18,7 @@ from kvxfer.verbs.port_offer import (
     agree_read_depth,
     check_pkey_index,
     find_pkey_conflict,
+    mtu_of_interface,
     plan_read_depth,
 )
 from tests.support.gid_rows import IB, INFINIBAND, candidate, limits, offer, port
@@ -29,6 +30,13 @@ def test_path_mtu_is_the_smallest_of_both_ports_and_the_bound() -> None:
     assert agree_mtu(Mtu.MTU_1024, Mtu.MTU_4096) is Mtu.MTU_1024
     assert agree_mtu(Mtu.MTU_4096, Mtu.MTU_4096, nbytes_max=2048) is Mtu.MTU_2048
     assert agree_mtu(Mtu(9), Mtu.MTU_4096) is MTU_ASSUMED
+
+
+def test_interface_carries_what_fits_beside_the_headers() -> None:
+    """B37."""
+    fits = {1500: 1024, 4191: 2048, 4192: 4096, 9000: 4096, 100: 256}
+
+    assert {mtu: mtu_of_interface(mtu).nbytes for mtu in fits} == fits
 
 
 def test_peer_that_tells_no_mtu_is_assumed_to_have_the_documented_one() -> None:

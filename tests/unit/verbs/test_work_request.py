@@ -91,15 +91,28 @@ def test_each_so_many_th_and_the_last_give_a_completion(every: int, signalled: l
     assert [row for row, request in enumerate(walk(batch)) if request.send_flags & SIGNALED] == signalled
 
 
-@pytest.mark.parametrize("counts", [(5, 3, 5), (3, 8, 1), (8, 8, 8), (1, 2, 3)])
-def test_a_chain_leaves_nothing_behind_for_the_next(counts: tuple[int, ...]) -> None:
-    batch, fresh = WorkRequestBatch(8), WorkRequestBatch(8)
-    fill(batch, counts[0], READ, signal_every=2)
-    batch.append_notice(0xAA) if counts[0] < 8 else None
+@pytest.mark.parametrize("counts", [(5, 3, 5), (3, 8, 1), (8, 8, 8), (1, 2, 3), (2, 5, 8)])
+@pytest.mark.parametrize("first", [WRITE, READ])
+def test_a_chain_leaves_nothing_behind_for_the_next(counts: tuple[int, int, int], first: WorkOpcode) -> None:
+    batch, fresh = WorkRequestBatch(9), WorkRequestBatch(9)
+    fill(batch, counts[0], first, signal_every=3)
+    batch.append_notice(0xAA)
 
     fill(batch, counts[1], signal_every=3)
     fill(batch, counts[2], signal_every=3)
     fill(fresh, counts[2], signal_every=3)
+
+    assert walk(batch) == walk(fresh)
+
+
+def test_single_requests_leave_nothing_behind_for_a_chain() -> None:
+    batch, fresh = WorkRequestBatch(4), WorkRequestBatch(4)
+    fill(batch, 4)
+    batch.clear()
+    batch.append(READ, local_addr=1, lkey=2, remote_addr=3, rkey=4, nbytes=5, send_flags=SendFlags.FENCE)
+
+    fill(batch, 4)
+    fill(fresh, 4)
 
     assert walk(batch) == walk(fresh)
 
