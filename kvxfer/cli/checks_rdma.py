@@ -20,7 +20,8 @@ from kvxfer.cli.rdma_survey import DeviceSurvey, PortSurvey, find_warnings, surv
 from kvxfer.cli.table import format_size
 from kvxfer.errors import KvxferError, RegistrationError, VerbsKernelError, VerbsUnavailableError
 from kvxfer.verbs.device import Context
-from kvxfer.verbs.enums import Access, ForkStatus, LinkLayer
+from kvxfer.verbs.enums import Access, ForkStatus, GidType, LinkLayer
+from kvxfer.verbs.gid_candidate import GidCandidate, GidScope, NetdevState
 from kvxfer.verbs.library import LIBRARY_VARIABLE, VerbsLibrary, errno_text, ffi, load_library
 from kvxfer.verbs.port_offer import mtu_of_interface, plan_read_depth
 from kvxfer.verbs.sysfs import list_sysfs_devices
@@ -230,9 +231,8 @@ def _port_check(one: PortSurvey) -> Check:
     if not one.problem:
         return Check(f"{one.name} port", "ok", value)
     if port.is_active:
-        return Check(
-            f"{one.name} port", "warn", f"{value}; {one.problem}", "`kvxfer devices` shows all ports and GIDs."
-        )
+        remedy = "Its GIDs are the reason: see below." if one.is_carrier else "Nothing to do: other transports go on."
+        return Check(f"{one.name} port", "warn", f"{value}; {one.problem}", remedy)
     remedy = (
         "No data goes through a port that is not ACTIVE: look at cable and switch, on InfiniBand the subnet manager."
     )
@@ -271,9 +271,23 @@ def _gid_check(one: PortSurvey) -> Check:
         return Check(f"{one.name} gid", "warn", "\n".join(filter(None, [one.problem, lines])), remedy)
     value = f"index {one.choice.index}, {one.choice.reason}\n{lines}"
     if one.warning:
-        remedy = "Connections may fail; the peer has a say in the choice, so that another row may be used with it."
-        return Check(f"{one.name} gid", "warn", f"{one.warning}\n{value}", remedy)
+        return Check(f"{one.name} gid", "warn", f"{one.warning}\n{value}", _gid_remedy(one.choice.best))
     return Check(f"{one.name} gid", "ok", value)
+
+
+def _gid_remedy(best: GidCandidate) -> str:
+    name = best.netdev or "the interface of this port"
+    if best.state is NetdevState.DOWN:
+        return f"Bring it up: ip link set {name} up."
+    if best.state is NetdevState.ELSEWHERE:
+        return (
+            "Run kvxfer in the network namespace of the interface, or give the container one of its own on this port."
+        )
+    if best.scope is not GidScope.ROUTABLE or best.state is NetdevState.GONE:
+        return f"Give {name} an address that peers reach: ip addr add ADDRESS/PREFIX dev {name}."
+    if best.type is GidType.ROCE_V1:
+        return "Set the RoCE mode of the port to v2 (cma_roce_mode, or the tool of its vendor)."
+    return "Correct gid_interface or gid_subnet, or unset them."
 
 
 def _limits_check(device: DeviceSurvey, one: PortSurvey) -> Check:

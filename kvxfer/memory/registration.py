@@ -89,8 +89,8 @@ class DeviceRegistration:
     """A region on one device.
 
     chunks: KEYED_CHUNK_DTYPE, read-only; they cover the region exactly.
-    limit_nbytes: no chunk is larger. limit_origin: where that comes from: "device" (max_mr_size), "chunk_nbytes_max",
-    or "refused" (the device did not take as much as it says, now or earlier).
+    limit_nbytes: no chunk is larger. limit_origin: where that comes from: "device" (max_mr_size), "setting"
+    (chunk_nbytes_max), or "refused" (the device did not take as much as it says, now or earlier).
     access: what was granted; refused_access: what was asked for and had to be left out.
     tried: (nbytes, errno) of what the device refused on the way.
     """
@@ -311,7 +311,7 @@ class _Job:
         request = self.request
         limit, origin = self.advertised, "device"
         if request.chunk_nbytes_max is not None and (request.chunk_nbytes_max < limit or not request.trusts_device):
-            limit, origin = request.chunk_nbytes_max, "chunk_nbytes_max"
+            limit, origin = request.chunk_nbytes_max, "setting"
         if learnt.nbytes_max is not None and learnt.nbytes_max < limit:
             limit, origin = learnt.nbytes_max, "refused"
         return limit, origin

@@ -17,7 +17,8 @@ from kvxfer.verbs.library import errno_name, errno_text
 
 __all__ = ["Failure", "build_error"]
 
-TRIED_SHOWN = 6
+SETTING = "rdma_chunk_nbytes_max"
+"""What an EngineConfig calls `chunk_nbytes_max` of `registration.register`."""
 MEMLOCK_ERRNOS = frozenset({errno.ENOMEM, errno.EPERM, errno.EAGAIN})
 
 
@@ -64,7 +65,7 @@ def build_error(failure: Failure, root: Path = Path("/")) -> RegistrationError:
         f"registered.",
         remedy=remedy,
         verb="ibv_reg_mr",
-        option="chunk_nbytes_max",
+        option=SETTING,
         **values,
     )
 
@@ -92,8 +93,8 @@ def _explain(failure: Failure, root: Path) -> Explanation:
     return Explanation(
         why=f"the device says it takes {_size(failure.advertised_nbytes)} at once, the limit was {_limit(failure)}; it "
         f"refused {_tried(failure)}",
-        remedy="Set chunk_nbytes_max to a size that the device takes, or register less: it may have no room for the "
-        "sum. The kernel's log says more (dmesg).",
+        remedy=f"Set {SETTING} to a size that the device takes, or register less: it may have no room for the sum. The "
+        "kernel's log says more (dmesg).",
     )
 
 
@@ -109,10 +110,11 @@ def _size(nbytes: int) -> str:
 
 
 def _limit(failure: Failure) -> str:
-    origin = {"device": "its own", "chunk_nbytes_max": "chunk_nbytes_max", "refused": "lowered to what it may take"}
+    origin = {"device": "its own", "setting": SETTING, "refused": "lowered because of that"}
     return f"{_size(failure.limit_nbytes)} ({origin[failure.limit_origin]})"
 
 
 def _tried(failure: Failure) -> str:
-    texts = [f"{nbytes} bytes ({errno_name(number)})" for nbytes, number in failure.tried[:TRIED_SHOWN]]
-    return ", ".join(texts) + (", ..." if len(failure.tried) > TRIED_SHOWN else "")
+    """Return all that was refused, in words: each is half of the one before, so there are never many."""
+    first, *more = (f"{nbytes} bytes ({errno_name(number)})" for nbytes, number in failure.tried)
+    return f"{first}, then {', '.join(more)}" if more else first

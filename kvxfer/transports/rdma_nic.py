@@ -20,7 +20,7 @@ from kvxfer.memory.chunks import CHUNK_DTYPE
 from kvxfer.system.interfaces import Interface, list_interfaces
 from kvxfer.transports.rdma_keys import KeyTable
 from kvxfer.verbs.device import AsyncEvent, Context, Port, list_devices
-from kvxfer.verbs.enums import EventType, PortState
+from kvxfer.verbs.enums import EventType, GidType, PortState
 from kvxfer.verbs.gid_candidate import GidCandidate
 from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
 from kvxfer.verbs.library import VerbsLibrary
@@ -96,16 +96,13 @@ class Nic:
         self.choice = self._choose(list_interfaces())
         self.is_down = self.port.state is not PortState.ACTIVE
 
-    def find_candidate(self, value: bytes) -> GidCandidate | None:
-        """Return the candidate with this GID, with the row where it is now."""
-        return next((one for one in self.choice.offered if one.value == value), None)
+    def find_candidate(self, value: bytes, kind: GidType) -> GidCandidate | None:
+        """Return the candidate with this GID of this type, with the row where it is now."""
+        return next((one for one in self.choice.offered if (one.value, one.type) == (value, kind)), None)
 
     def _choose(self, interfaces: Sequence[Interface]) -> GidChoice:
         config = self._config
-        fixed = config.gid_index.of(self.context.name) if config.gid_index is not None else None
-        preference = GidPreference(
-            index=fixed, index_source="gid_index", interface=config.gid_interface or "", subnet=config.gid_subnet
-        )
+        preference = GidPreference.of(config, self.context.name)
         return choose_gid(self.context.query_gid_table(self.port.number), interfaces, preference)
 
     # Memory.

@@ -71,7 +71,7 @@ def pair_rails(
         )
     if rails:
         return _one_subnet_first(rails)
-    told = "; ".join(f"{pair}: {why}" for pair, why in refusals.items())
+    told = "; ".join(f"{pair}: {why}" for pair, why in refusals.items()).rstrip(".")
     raise TransportUnavailableError(
         f"no RDMA port here reaches one of {peer}: {told}.",
         remedy="Give the ports addresses in common subnets, or routes; `kvxfer devices` on both hosts shows them.",

@@ -136,8 +136,9 @@ class RdmaService:
         """Return the pair that the peer chose, with the row where our GID is now."""
         if not request.gid:
             return None
-        ours = nic.find_candidate(request.gid)
-        pairs = rank_gid_pairs([ours], request.offer.gids) if ours is not None else []
+        kinds = {candidate.type for candidate in request.offer.gids}
+        ours = [one for kind in kinds if (one := nic.find_candidate(request.gid, kind)) is not None]
+        pairs = rank_gid_pairs(ours, request.offer.gids)
         if not pairs:
             raise DeviceUnusableError(
                 f"{nic.name} has no usable GID {request.gid.hex()} any more; it has "

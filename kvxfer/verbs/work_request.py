@@ -109,7 +109,9 @@ class WorkRequestBatch:
             halves[:, _LENGTH_HALF],
         )
         self._rows = np.arange(capacity, dtype=np.int64)
-        self._base = np.zeros((), np.int64)
+        base = np.zeros(1, np.int64)
+        self._base = base[0:1].reshape(())
+        self._base_word = base.data
 
         words[:, _NEXT_WORD] = self._address + _WR_NBYTES * (self._rows + 1)
         words[-1, _NEXT_WORD] = 0
@@ -158,22 +160,29 @@ class WorkRequestBatch:
                 f"{count} work requests, the batch holds 1 to {self.capacity}.",
                 remedy="Cut the rows into chains of that many.",
             )
-        self.clear()
+        for column in (lkey, rkey, nbytes):
+            if getattr(column, "dtype", None) is not _UINT32:
+                _check_uint32(column)
         if count != self._views_count:
             self._views = tuple(column[:count] for column in (*self._columns, self._rows, self._wr_id))
             self._views_count = count
         local, local_key, remote, remote_key, length, rows, identities = self._views
-        local[...] = local_addr
-        local_key[...] = _as_uint32(lkey)
-        remote[...] = remote_addr
-        remote_key[...] = _as_uint32(rkey)
-        length[...] = _as_uint32(nbytes)
-        self._base[...] = wr_id
+        try:
+            local[...] = local_addr
+            local_key[...] = lkey
+            remote[...] = remote_addr
+            remote_key[...] = rkey
+            length[...] = nbytes
+        except ValueError:  # columns of different length
+            self.clear()
+            raise
+        self._base_word[0] = wr_id
         np.add(rows, self._base, identities)
         pattern = (opcode, signal_every, send_flags)
-        if count > self._pattern_count or pattern != self._pattern:
+        if count != self.count or count > self._pattern_count or pattern != self._pattern:
+            self.clear()
             self._write_pattern(pattern, count)
-        self._end(count)
+            self._end(count)
 
     def append(
         self,
@@ -268,16 +277,15 @@ class WorkRequestBatch:
 _SIGNALED_WORD = _word(_SIGNALED, 0)
 
 
-def _as_uint32(column: Column) -> Column:
-    """Return a column that fits a 32-bit field; checked unless its type says so."""
+def _check_uint32(column: Column) -> None:
+    """Refuse what does not fit a 32-bit field: numpy would cut it off without a word."""
     if isinstance(column, int):
         fits = 0 <= column <= _UINT32_MAX
     else:
         # One pass tells of a negative value as well as of one that is too large; min and max are two, and dearer.
-        fits = column.dtype is _UINT32 or 0 <= np.bitwise_or.reduce(column) <= _UINT32_MAX
+        fits = 0 <= np.bitwise_or.reduce(column) <= _UINT32_MAX
     if not fits:
         raise UsageError(
             f"a length or a key between {np.min(column)} and {np.max(column)} does not fit 32 bits.",
             remedy="Cut messages at the port's max_msg_sz.",
         )
-    return column

@@ -1,8 +1,8 @@
 """register, by properties: a region is on every device whole or on none, and its keys carry transfers across borders.
 
 Devices lie about what they take, calls fail at drawn moments, several threads register. The fake device is the model:
-it knows what is really registered, under which keys. Mutants that were caught: the pieces of a refused chunk cut once
-more by the old limit; results of calls under way dropped after a failure; chunks in the order of their completion.
+it knows what is really registered, under which keys. Mutants that were caught: the rest of a piece that was cut anew
+dropped; chunks in the order of their completion; nothing undone; a limit lowered below what was taken already.
 """
 
 from __future__ import annotations

@@ -130,6 +130,12 @@ class BatchMachine(RuleBasedStateMachine):
         one = np.array([1])
         with pytest.raises(UsageError):
             self.batch.fill(0, local_addr=one, lkey=one, remote_addr=one, rkey=one, nbytes=np.array([nbytes]))
+
+    @rule()
+    def fill_columns_that_differ(self) -> None:
+        one = np.array([1])
+        with pytest.raises(ValueError, match="broadcast"):
+            self.batch.fill(0, local_addr=one, lkey=1, remote_addr=np.arange(2), rkey=1, nbytes=1)
         self.model.chain = []
 
     @invariant()
@@ -139,7 +145,7 @@ class BatchMachine(RuleBasedStateMachine):
             assert walk(self.batch) == self.model.expected()
 
 
-TestBatch = BatchMachine.TestCase
+TestBatch = pytest.mark.slow(BatchMachine.TestCase)
 
 
 @given(count=st.integers(1, 200), every=st.integers(0, 201))

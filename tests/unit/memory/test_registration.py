@@ -126,7 +126,7 @@ def test_smaller_limit_of_the_caller_holds(space: tuple[int, int]) -> None:
 
     with register(host.domains, space[0], 2 * GIB, ALL, chunk_nbytes_max=GIB) as made:
         assert sizes(made) == [GIB, GIB]
-        assert made.devices[0].limit_origin == "chunk_nbytes_max"
+        assert made.devices[0].limit_origin == "setting"
     with register(host.domains, space[0], 4 * GIB, ALL, chunk_nbytes_max=4 * GIB) as made:
         assert sizes(made) == [2 * GIB, 2 * GIB]
     host.close()
@@ -188,11 +188,32 @@ def test_refusal_down_to_64_mib_tells_all_that_was_tried(space: tuple[int, int])
     assert [nbytes for nbytes, _ in error.tried] == [GIB, 512 * MIB, 256 * MIB, 128 * MIB, 64 * MIB]
     assert (error.errno, error.device, error.verb) == (errno.EINVAL, "mlx5_0", "ibv_reg_mr")
     assert (error.address, error.nbytes, error.chunk_index, error.nbytes_done) == (space[0], CHUNK_NBYTES_MIN, 0, 0)
-    assert (error.region_address, error.region_nbytes, error.option) == (space[0], GIB, "chunk_nbytes_max")
+    assert (error.region_address, error.region_nbytes, error.option) == (space[0], GIB, "rdma_chunk_nbytes_max")
     for text in ("67108864 bytes (EINVAL)", "1073741824", "any length", "chunk_nbytes_max"):
         assert text in str(error)
     assert {entry["event"] for entry in logs} == {"registration.limit_lowered"}
     assert host.live() == 0
+    host.close()
+
+
+def test_chunk_under_way_when_the_limit_is_lowered_may_be_taken_after_all(space: tuple[int, int]) -> None:
+    host = Host(connectx(max_mr_size=GIB))
+    host.library.fail("ibv_reg_mr", errno.EIO)
+    calls, is_lowered = itertools.count(1), threading.Event()
+
+    def hold_back_the_second() -> None:
+        number = next(calls)
+        if number == 2:
+            assert is_lowered.wait(10)
+        elif number == 3:
+            is_lowered.set()
+
+    host.library.before["ibv_reg_mr"] = hold_back_the_second
+
+    with register(host.domains, space[0], 2 * GIB, ALL, threads=2) as made:
+        assert sum(sizes(made)) == 2 * GIB
+        assert max(sizes(made)) == made.devices[0].limit_nbytes == GIB
+        assert made.devices[0].tried == ((GIB, errno.EIO),)
     host.close()
 
 

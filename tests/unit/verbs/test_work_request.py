@@ -172,11 +172,13 @@ def test_the_highest_values_go_through() -> None:
 @pytest.mark.parametrize("value", [2**32, -1, np.array([1, 2**32]), np.array([1, -1]), np.array([2**33, 5], np.uint64)])
 def test_a_number_that_does_not_fit_is_never_truncated(name: str, value: Any) -> None:
     batch = WorkRequestBatch(2)
+    fill(batch, 1)
+    before = walk(batch)
 
     with pytest.raises(UsageError, match="does not fit 32 bits"):
         fill(batch, 2, **{name: value})
 
-    assert batch.count == 0
+    assert walk(batch) == before
 
 
 @pytest.mark.parametrize("count", [0, 5])
@@ -186,8 +188,13 @@ def test_a_chain_that_the_batch_does_not_hold_is_refused(count: int) -> None:
 
 
 def test_columns_of_different_length_are_refused() -> None:
+    batch = WorkRequestBatch(4)
+    fill(batch, 3)
+
     with pytest.raises(ValueError, match="broadcast"):
-        fill(WorkRequestBatch(4), 3, remote_addr=np.arange(2))
+        fill(batch, 3, remote_addr=np.arange(2))
+
+    assert batch.count == 0, "half of it is written: it must not be posted"
 
 
 def test_a_full_batch_takes_no_more() -> None:
