@@ -204,6 +204,13 @@ class EngineConfig:
         synonyms=("MC_TE_FILTERS",),
         convert=parse_devices,
     )
+    rdma_peer_devices: tuple[DevicePort, ...] | None = _setting(
+        "devices, such as 'mlx5_0:2,mlx5_1'",
+        None,
+        "RDMA devices, or single ports of them, of a peer to connect to",
+        "every port that the peer offers",
+        convert=parse_devices,
+    )
     gid_index: GidIndex | None = _setting(
         "a row of 0 to 255, or one for each device, such as 'mlx5_1:3,mlx5_2:6'; -1 chooses",
         None,

@@ -25,6 +25,10 @@ class DevicePort:
     device: str
     port: int | None = None
 
+    def includes(self, device: str, port: int) -> bool:
+        """Whether it names that port, or all of its device."""
+        return self.device == device and self.port in (None, port)
+
     def __str__(self) -> str:
         return self.device if self.port is None else f"{self.device}:{self.port}"
 

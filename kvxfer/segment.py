@@ -117,6 +117,12 @@ class Segment:
         facts |= {"transport": self.transport, "passed_over": dict(self.passed_over)}
         return facts | {endpoint.transport: dict(endpoint.describe()) for endpoint in self._endpoints}
 
+    def offer_of(self, transport: str) -> Mapping[str, Any] | None:
+        """Return what the peer told of one of its transports when it was connected; None where it does not offer it."""
+        offers = self.session().card.get("transports")
+        offer = offers.get(transport) if isinstance(offers, dict) else None
+        return offer if isinstance(offer, dict) else None
+
     def close(self) -> None:
         """Close the connections to this peer; batches still running fail. Tolerated twice."""
         self._make_void(

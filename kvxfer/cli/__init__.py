@@ -136,7 +136,7 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
         "--pool-size",
         type=types.size,
         metavar="SIZE",
-        help="memory the blocks are scattered over; there are four of it (default: twice the blocks)",
+        help="memory the blocks are scattered over; there are four to six of it (default: twice the blocks)",
     )
     demo.add_argument("--rounds", type=types.positive, default=7, metavar="N", help="rounds measured (default: 7)")
     demo.add_argument("--json", action="store_true", help="print one JSON object a line, one per transport")
@@ -165,7 +165,7 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
         "--transport",
         type=types.listed(types.transport),
         metavar="LIST",
-        help="which to offer, of shm,tcp (default: the engine's)",
+        help="which to offer, of shm,rdma,tcp (default: the engine's)",
     )
     _add_key(serve)
     serve.add_argument("--json", action="store_true", help="print one JSON object a line, one per event")
@@ -196,7 +196,7 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
         "--transport",
         type=types.listed(types.transport),
         metavar="LIST",
-        help="which to measure, of shm,tcp (default: all that work here; with --peer the one the engine chooses)",
+        help="which to measure, of shm,rdma,tcp (default: all that work here; with --peer the one the engine chooses)",
     )
     bench.add_argument(
         "--op",

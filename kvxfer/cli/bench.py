@@ -57,9 +57,8 @@ def run(arguments: Namespace) -> int:
     rows: list[BenchRow] = []
     with contextlib.ExitStack() as stack:
         _refuse_rdma(arguments)
-        engine = stack.enter_context(
-            kvxfer.TransferEngine(port=0, **given(host=arguments.host), **key_settings(arguments.key_env))
-        )
+        settings = given(host=arguments.host, transports=arguments.transport)
+        engine = stack.enter_context(kvxfer.TransferEngine(port=0, **settings, **key_settings(arguments.key_env)))
         target = _target(engine, arguments, needed, stack)
         lanes = _lanes(engine, target, arguments, needed)
         total = len(shapes) * len(lanes) * len(arguments.op) * (arguments.rounds + 1)
@@ -111,7 +110,8 @@ def _target(
     stack: contextlib.ExitStack,
 ) -> Target:
     if arguments.peer is None:
-        child = stack.enter_context(Child(pool_nbytes=needed, memory=[arguments.memory], transports=CARRIERS))
+        carriers = arguments.transport or CARRIERS
+        child = stack.enter_context(Child(pool_nbytes=needed, memory=[arguments.memory], transports=carriers))
         region = child.regions[arguments.memory]
         return Target(child.address, region.address, region.nbytes, child, arguments.memory)
     segment = engine.open_segment(arguments.peer)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from kvxfer.cli.arguments import TRANSPORT_NAMES
 from kvxfer.cli.child import Child, ChildPool
 from kvxfer.cli.table import Progress, Style, draw_table, format_gbps, format_ratio, format_size, wrap
 from kvxfer.cli.workload import Lane, Plan, Pool, allocate_plain, median, pool_nbytes_for
+from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, TransportUnavailableError
 from kvxfer.types import Probe
 
@@ -37,8 +38,16 @@ LEGEND = (
 )
 WIDE_COLUMNS = 104
 """The width of the terminal from which the table has all its columns."""
-LANES = {"shm": ("shm", "allocated"), REGISTERED: ("shm", "registered"), "tcp": ("tcp", "allocated")}
+LANES = {
+    "shm": ("shm", "allocated"),
+    REGISTERED: ("shm", "registered"),
+    "rdma": ("rdma", "registered"),
+    "tcp": ("tcp", "allocated"),
+}
 """Row of the table -> transport, kind of memory."""
+GROUPS = (("shm", "tcp"), ("rdma",))
+"""Transports that share two engines. rdma has its own, so that memory a device refuses fails no other row."""
+HERE = {"host": "127.0.0.1", "port": 0}
 
 
 @dataclass
@@ -96,7 +105,7 @@ def run(arguments: Namespace) -> int:
         arguments.block_size,
         arguments.blocks,
     )
-    progress = Progress(sys.stderr, "kvxfer demo", total=(arguments.rounds + 2) * len(LANES) + 1)
+    progress = Progress(sys.stderr, "kvxfer demo", total=(arguments.rounds + 2) * len(LANES) + len(GROUPS))
     try:
         outcomes = measure(plan, arguments.transports, arguments.rounds, progress)
     finally:
@@ -110,56 +119,74 @@ def run(arguments: Namespace) -> int:
     return 0 if tried and all(outcome.is_verified for outcome in tried) else 1
 
 
+@dataclass
+class _Ends:
+    """An engine here and one in a second process, and the pools here by the kind of their memory."""
+
+    engine: kvxfer.TransferEngine
+    child: Child
+    pools: dict[str, Pool] = field(default_factory=dict)
+
+    def pool(self, memory: str, nbytes: int) -> Pool:
+        """Return the pool of that kind, made when it is first asked for."""
+        if memory not in self.pools:
+            if memory == "allocated":
+                array = self.engine.allocate(nbytes, name="demo").array
+            else:
+                array = allocate_plain(nbytes)
+                self.engine.register(array, name="demo.registered")
+            self.pools[memory] = Pool(array, salt=1 << 16 << len(self.pools))
+        return self.pools[memory]
+
+
 def measure(plan: Plan, wanted: tuple[str, ...], rounds: int, progress: Progress) -> dict[str, Outcome]:
     """Return one outcome per row, in the order of the table."""
     import kvxfer
     from kvxfer.transports import TRANSPORTS
 
+    config = EngineConfig.resolve(**HERE)
+    probes = {name: transport.probe(config) for name, transport in TRANSPORTS.items()}
+    outcomes = {label: Outcome(label, plan, _why_left_out(probes[LANES[label][0]], wanted)) for label in LANES}
     with contextlib.ExitStack() as stack:
-        carriers = {transport for transport, _memory in LANES.values()}
-        names = tuple(name for name in wanted if name in carriers) or tuple(carriers)
-        engine = stack.enter_context(kvxfer.TransferEngine(host="127.0.0.1", port=0, transports=names))
-        probes = {name: transport.probe(engine.config) for name, transport in TRANSPORTS.items()}
-        outcomes: dict[str, Outcome] = {}
-        for label in (*LANES, "rdma"):
-            transport = LANES[label][0] if label in LANES else label
-            if transport not in wanted:
-                reason = f"not among the transports asked for: {', '.join(wanted)}"
-                remedy = f"Add {transport} to --transports, or leave the option out."
-                outcomes[label] = Outcome(label, plan, Probe(transport, probes[transport].usable, reason, remedy))
-            elif not probes[transport].usable or label not in LANES:
-                outcomes[label] = Outcome(label, plan, probes[transport])
-            else:
-                outcomes[label] = Outcome(label, plan)
-        tried = [label for label in LANES if outcomes[label].probe is None]
-        if tried:
-            memory = list(dict.fromkeys(LANES[label][1] for label in tried))
+        ends: dict[str, _Ends] = {}
+        for group in GROUPS:
+            tried = [outcome for outcome in outcomes.values() if outcome.probe is None and _carrier(outcome) in group]
+            if not tried:
+                continue
             progress.step("starting the second process")
-            child = stack.enter_context(Child(pool_nbytes=plan.pool_nbytes, memory=memory, transports=names))
-            _measure_lanes(engine, child, [outcomes[label] for label in tried], rounds, progress)
+            names = tuple(dict.fromkeys(map(_carrier, tried)))
+            memory = list(dict.fromkeys(LANES[outcome.label][1] for outcome in tried))
+            with _recorded(*tried):
+                engine = stack.enter_context(kvxfer.TransferEngine(**HERE, transports=names))
+                child = stack.enter_context(Child(pool_nbytes=plan.pool_nbytes, memory=memory, transports=names))
+                ends |= dict.fromkeys(names, _Ends(engine, child))
+        _measure_lanes(ends, [outcome for outcome in outcomes.values() if outcome.is_measured], rounds, progress)
     return outcomes
 
 
-def _measure_lanes(
-    engine: kvxfer.TransferEngine, child: Child, outcomes: list[Outcome], rounds: int, progress: Progress
-) -> None:
-    pools: dict[str, Pool] = {}
-    keep: list[object] = []
+def _carrier(outcome: Outcome) -> str:
+    return LANES[outcome.label][0]
+
+
+def _why_left_out(probe: Probe, wanted: tuple[str, ...]) -> Probe | None:
+    if probe.transport not in wanted:
+        reason = f"not among the transports asked for: {', '.join(wanted)}"
+        remedy = f"Add {probe.transport} to --transports, or leave the option out."
+        return Probe(probe.transport, probe.usable, reason, remedy)
+    return None if probe.usable else probe
+
+
+def _measure_lanes(ends: Mapping[str, _Ends], outcomes: list[Outcome], rounds: int, progress: Progress) -> None:
     lanes: dict[str, Lane] = {}
     for outcome in outcomes:
         transport, memory = LANES[outcome.label]
         with _recorded(outcome):
-            if memory not in pools:
-                nbytes = outcome.plan.pool_nbytes
-                array = engine.allocate(nbytes, name="demo").array if memory == "allocated" else allocate_plain(nbytes)
-                if memory == "registered":
-                    keep.append(engine.register(array, name="demo.registered"))
-                pools[memory] = Pool(array, salt=1 << 16 << len(pools))
+            engine, child = ends[transport].engine, ends[transport].child
             lanes[outcome.label] = lane = Lane(
                 outcome.label,
                 engine,
                 engine.open_segment(child.address, transports=(transport,)),
-                local=pools[memory],
+                local=ends[transport].pool(memory, outcome.plan.pool_nbytes),
                 remote=ChildPool(child, memory),
                 remote_address=child.regions[memory].address,
             )
@@ -191,12 +218,13 @@ def _measure_round(lane: Lane, outcome: Outcome, *, is_warm_up: bool) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(outcome: Outcome) -> Iterator[None]:
-    """Let one row fail without the others."""
+def _recorded(*outcomes: Outcome) -> Iterator[None]:
+    """Let these rows fail without the others."""
     try:
         yield
     except KvxferError as error:
-        outcome.error = error
+        for outcome in outcomes:
+            outcome.error = error
 
 
 def _is_extra_refused(outcome: Outcome) -> bool:

@@ -2,7 +2,8 @@
 
 buffers: an object of the caller -> BufferView (address, size, owner). chunks: a region -> pieces that one registration
 may cover. regions: RegionTable, the book of what is registered and in use. slices: columns of requests, checked, joined
-and cut. Nothing here copies memory, opens a device or reads a clock.
+and cut. Nothing here copies memory, opens a device or reads a clock. Not imported here, because it loads verbs:
+registration, a region -> chunks with their keys on RDMA devices.
 """
 
 from kvxfer.memory.buffers import BufferView, buffer_view

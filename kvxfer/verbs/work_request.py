@@ -110,8 +110,8 @@ class WorkRequestBatch:
         )
         self._rows = np.arange(capacity, dtype=np.int64)
         base = np.zeros(1, np.int64)
-        self._base = base[0:1].reshape(())
-        self._base_word = base.data
+        self._base = base.reshape(())
+        self._base_word = base.data  # the same word: a store costs half of numpy's here
 
         words[:, _NEXT_WORD] = self._address + _WR_NBYTES * (self._rows + 1)
         words[-1, _NEXT_WORD] = 0

@@ -29,7 +29,7 @@ CFFI = ("cffi", "_cffi_backend")
 WORLD = ("socket", "selectors", "threading", "time", "asyncio", "multiprocessing", "concurrent")
 WORLD_ALLOWED = {
     ("memory.regions", "threading"),  # the region table is shared by the threads of its callers
-    ("memory.registration", "concurrent"),  # chunks and devices at the same time: hundreds of GiB take minutes
+    ("memory.registration_work", "concurrent"),  # chunks and devices at the same time: hundreds of GiB take minutes
     ("system.calls", "socket"),  # for the numbers of MSG_* flags; opens none
     ("verbs.routes", "socket"),  # asks the kernel's routing tables over netlink; sends no packet
 }

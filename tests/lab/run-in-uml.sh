@@ -67,7 +67,8 @@ fi
 
 exec {out}>&1 {err}>&2 # numbers from 10 on: the kernel closes no low ones that a caller may have handed on
 TMPDIR=/dev/shm setsid timeout -k 5 "$timeout_s" "${pin[@]}" "$KVXFER_UML_KERNEL" \
-    "umid=kvxfer-lab-$$" "uml_dir=$control/uml" mem="$memory" root=/dev/root rootfstype=hostfs rootflags=/ ro init="$control/init.sh" \
+    "umid=kvxfer-lab-$$" "uml_dir=$control/uml" mem="$memory" \
+    root=/dev/root rootfstype=hostfs rootflags=/ ro init="$control/init.sh" \
     con=null con0=null,fd:1 ssl=null "ssl0=null,fd:$out" "ssl1=null,fd:$err" quiet loglevel=4 panic=-1 $append \
     </dev/null >"$control/console.log" 2>"$control/uml.log" &
 guest_pid=$!

@@ -93,7 +93,7 @@ class DeviceCalls(LibraryBase):
             if error := self._ask("ibv_query_device", device):
                 return error
             nic = device.nic
-            _clear(attributes, "struct ibv_device_attr")
+            clear(attributes, "struct ibv_device_attr")
             for name in DEVICE_FIELDS:
                 setattr(attributes, name, getattr(nic, name))
             attributes.fw_ver = nic.fw_ver.encode()
@@ -109,7 +109,7 @@ class DeviceCalls(LibraryBase):
             found = device.port(port)
             if found is None:
                 return errno.EINVAL
-            _clear(attributes, "struct ibv_port_attr")
+            clear(attributes, "struct ibv_port_attr")
             for name in PORT_FIELDS:
                 setattr(attributes, name, getattr(found, name))
             attributes.pkey_tbl_len = len(found.pkeys)
@@ -167,7 +167,7 @@ class DeviceCalls(LibraryBase):
             ffi.errno = exc.errno or errno.EAGAIN
             return -1
         with self._lock:
-            _clear(event, "struct ibv_async_event")
+            clear(event, "struct ibv_async_event")
             event.event_type = int(kind)
             if kind is EventType.CQ_ERR:
                 event.element.cq = element
@@ -289,7 +289,8 @@ class DeviceCalls(LibraryBase):
             return 0
 
 
-def _clear(pointer: Any, kind: str) -> None:
+def clear(pointer: Any, kind: str) -> None:
+    """Fill a struct with zeros."""
     ffi.buffer(pointer, ffi.sizeof(kind))[:] = bytes(ffi.sizeof(kind))
 
 

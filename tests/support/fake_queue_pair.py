@@ -35,6 +35,7 @@ RESET, INIT, RTR, RTS, SQD, ERR = (
     QueuePairState.SQD,
     QueuePairState.ERR,
 )
+SIGNALED = int(SendFlags.SIGNALED)
 POISON = 0x5A5A
 """The opcode of a failed completion, which must not be read."""
 VENDOR_ERRS = {  # syndromes of a ConnectX
@@ -368,7 +369,7 @@ class FakeQueuePair(FakeObject):
     def complete(self, request: SendRequest, status: CompletionStatus) -> None:
         """Make the completion of a request, where it has one: failed ones always have."""
         if status is SUCCESS:
-            if not (self.signals_all or request.flags & SendFlags.SIGNALED):
+            if not (self.signals_all or request.flags & SIGNALED):
                 return
             byte_len = request.nbytes if request.is_read else 0
             self.send_cq.put(

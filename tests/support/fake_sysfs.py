@@ -6,7 +6,6 @@ read as zero and have no type file: a real one answers EINVAL, which no plain fi
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 from kvxfer.verbs.enums import GidType, LinkLayer, NodeType, PortState
@@ -87,7 +86,7 @@ def _write_port(folder: Path, port: FakePort) -> None:
     for index in range(min(port.gid_tbl_len, max(port.gids, default=-1) + 1 + ZERO_ROWS)):
         row = port.gids.get(index)
         value = row.value if row else bytes(16)
-        _write(folder / "gids" / str(index), ipaddress.IPv6Address(value).exploded)
+        _write(folder / "gids" / str(index), value.hex(":", 2))
         if row is not None:
             kind = "RoCE v2" if row.type is GidType.ROCE_V2 else "IB/RoCE v1"
             _write(folder / "gid_attrs/types" / str(index), kind)

@@ -18,7 +18,7 @@ from typing import Any
 from kvxfer.verbs.abi import ffi
 from kvxfer.verbs.enums import QueuePairType, SendFlags, WorkOpcode
 from kvxfer.verbs.library import FastCalls
-from tests.support.fake_device_calls import DeviceCalls, _clear
+from tests.support.fake_device_calls import DeviceCalls, clear
 from tests.support.fake_fabric import FakeFabric, Path, Traced, region_at
 from tests.support.fake_nic import (
     GIB,
@@ -75,6 +75,7 @@ __all__ = [
 CHAIN_MAX = 1_000_000
 _SEND_WR = ffi.typeof("struct ibv_send_wr *")
 _RECV_WR = ffi.typeof("struct ibv_recv_wr *")
+INLINE = int(SendFlags.INLINE)
 OPCODES = frozenset(range(5))
 CAPS = ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge", "max_inline_data")
 
@@ -234,8 +235,8 @@ class FakeLibrary(DeviceCalls):
             found = self._find(qp, FakeQueuePair)
             if error := self._ask("ibv_query_qp", found.device):
                 return error
-            _clear(attributes, "struct ibv_qp_attr")
-            _clear(init, "struct ibv_qp_init_attr")
+            clear(attributes, "struct ibv_qp_attr")
+            clear(init, "struct ibv_qp_init_attr")
             attributes.qp_state = attributes.cur_qp_state = found.state
             qp.state = found.state
             for name in FIELDS.values():
@@ -346,7 +347,7 @@ def _read_send(qp: FakeQueuePair, wr: Any) -> SendRequest | int:
     pieces = _read_pieces(wr)
     nbytes = sum(size for _, size, _ in pieces)
     payload = None
-    if flags & SendFlags.INLINE:
+    if flags & INLINE:
         if nbytes > qp.caps["max_inline_data"] or opcode == WorkOpcode.RDMA_READ:
             return errno.EINVAL
         payload = b"".join(bytes(ffi.buffer(ffi.cast("char *", address), size)) for address, size, _ in pieces)

@@ -177,6 +177,20 @@ def test_limit_that_was_learnt_is_the_domains_own(space: tuple[int, int]) -> Non
     host.close()
 
 
+def test_smaller_setting_does_not_forget_what_was_learnt(space: tuple[int, int]) -> None:
+    host = Host(connectx(mr_nbytes_max=GIB, refused_access=int(Access.RELAXED_ORDERING)))
+    relaxed = access_for(Rights.ALL, relaxed_ordering=True)
+
+    for chunk_nbytes_max, access in ((None, ALL), (512 * MIB, relaxed)):
+        register(host.domains, space[0], 2 * GIB, access, chunk_nbytes_max=chunk_nbytes_max).close()
+    tries = host.library.calls["ibv_reg_mr"]
+
+    with register(host.domains, space[0], 2 * GIB, relaxed) as made:
+        assert sizes(made) == [GIB, GIB]
+        assert host.library.calls["ibv_reg_mr"] == tries + 2
+    host.close()
+
+
 def test_refusal_down_to_64_mib_tells_all_that_was_tried(space: tuple[int, int]) -> None:
     """B75, B83"""
     host = Host(connectx(mr_nbytes_max=32 * MIB))
@@ -294,6 +308,27 @@ def test_interrupt_undoes_what_was_done(space: tuple[int, int], threads: int, ki
     with pytest.raises(kind):
         register(host.domains, space[0], GIB, ALL, chunk_nbytes_max=GIB // 16, threads=threads)
 
+    assert host.live() == 0
+    host.close()
+
+
+def test_several_calls_that_raise_at_once_lose_nothing_of_the_others(space: tuple[int, int]) -> None:
+    host = Host(connectx())
+    barrier, calls = threading.Barrier(4), itertools.count()
+
+    def raise_in_half() -> None:
+        number = next(calls)
+        if number < 4:
+            barrier.wait(10)
+            if number % 2:
+                raise RuntimeError(f"call {number}")
+
+    host.library.before["ibv_reg_mr"] = raise_in_half
+
+    with pytest.raises(RuntimeError):
+        register(host.domains, space[0], GIB, ALL, chunk_nbytes_max=GIB // 4, threads=4)
+
+    assert host.library.calls["ibv_reg_mr"] >= 2
     assert host.live() == 0
     host.close()
 

@@ -1,0 +1,55 @@
+"""One end of Mooncake's TransferEngine over RDMA, driven by bench/rdma.py through JSON lines on its pipes.
+
+mooncake_rdma.py DEVICE ADDRESS     first line out: {"target": "host:port", "address": ..., "nbytes": ...}
+["fill", offsets, size, value] ["check", offsets, size, value] ["move", operation, target, local, remote, size]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from time import perf_counter, process_time
+
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # both read when the module below is loaded
+os.environ.setdefault("GLOG_minloglevel", "2")
+
+import numpy as np
+from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
+
+POOL_NBYTES = 256 << 20
+BATCH_ROWS = 1024
+
+
+def main() -> None:
+    device, address = sys.argv[1:]
+    engine = TransferEngine()
+    assert engine.initialize(address, "P2PHANDSHAKE", "rdma", device) == 0, "Mooncake's initialize failed"
+    pool = np.zeros(POOL_NBYTES, np.uint8)
+    base = pool.ctypes.data
+    assert engine.register_memory(base, POOL_NBYTES) == 0, "Mooncake's register_memory failed"
+    print(json.dumps({"target": f"{address}:{engine.get_rpc_port()}", "address": base}), flush=True)
+    for line in sys.stdin:
+        what, *rest = json.loads(line)
+        answer: dict[str, object] = {"ok": True}
+        if what == "move":
+            operation, target, local, remote, size = rest
+            move = engine.batch_transfer_sync_write if operation == "write" else engine.batch_transfer_sync_read
+            mine, theirs = [base + offset for offset in local], remote
+            started, cpu = perf_counter(), process_time()
+            for at in range(0, len(mine), BATCH_ROWS):
+                part = slice(at, at + BATCH_ROWS)
+                answer["ok"] = answer["ok"] and move(target, mine[part], theirs[part], [size] * len(mine[part])) == 0
+            answer |= {"seconds": perf_counter() - started, "cpu_s": process_time() - cpu}
+        else:
+            offsets, size, value = rest
+            if what == "fill":
+                for offset in offsets:
+                    pool[offset : offset + size] = value
+            else:
+                answer["ok"] = all((pool[offset : offset + size] == value).all() for offset in offsets)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
