@@ -297,11 +297,11 @@ class EngineConfig:
         parse=int,
         synonyms=("MC_IB_SL",),
     )
-    rdma_chunk_nbytes_max: int = _setting(
+    rdma_chunk_nbytes_max: int | None = _setting(
         "bytes",
-        1 << 62,
-        "longest memory region on a device; the device's max_mr_size is a bound as well",
-        "the device's own limit",
+        None,
+        "longest memory region on a device, whatever the device says: some say less than they take, some more",
+        "the device's max_mr_size",
         low=1 << 16,
         high=1 << 62,
         parse=int,

@@ -1,4 +1,4 @@
-"""The command line: `kvxfer demo`, `serve`, `bench`, `devices`, `doctor`.
+"""The command line: `kvxfer demo`, `serve`, `bench`, `devices`, `doctor`, `mesh`.
 
 This file is the parser and what holds for every command: how errors are told, exit statuses, interrupts. Each command
 is a module of its own and is imported when it is run, so that `kvxfer --help` answers at once.
@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
             kvxfer demo                          two processes, every transport, every byte checked
             kvxfer serve --host 192.0.2.7        on one machine: memory that others may bench against
             kvxfer bench --peer 192.0.2.7:7777   on another: how fast is the way to it?
+            kvxfer mesh hosts.txt                every RDMA rail between many hosts, in one matrix
 
             `kvxfer COMMAND --help` tells more about each.
             KVXFER_TRACEBACK=1 shows where an error came from.
@@ -99,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_devices(commands)
     _add_doctor(commands)
+    _add_mesh(commands)
     return parser
 
 
@@ -150,7 +152,8 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
         """
         Runs an engine with a pool named kvxfer.serve, which any peer may read and write, until Ctrl-C or SIGTERM.
         Prints the address to give to `kvxfer bench --peer` and `kvxfer doctor --peer`, and each peer that comes and
-        goes. Bench from one place at a time: two would overwrite each other's blocks.
+        goes. Bench from one place at a time: two would overwrite each other's blocks. For `kvxfer mesh` it also opens
+        the engines that it is asked to: use a key where not everybody may have that done.
         """,
         """
         kvxfer serve
@@ -265,7 +268,8 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
         """
         Looks at everything kvxfer depends on: packages, limits, memory, addresses, what one process may do to another,
         and each transport. With --peer it opens that engine and says which transport carries, and why the others were
-        passed over. Exit status 1: a check failed.
+        passed over; where both have RDMA it tries each rail, through the pool of a `kvxfer serve` if it is one, and
+        shows the attributes of queue pairs beside those of other engines. Exit status 1: a check failed.
         """,
         """
         kvxfer doctor
@@ -276,6 +280,41 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--peer", type=types.peer, metavar="HOST:PORT", help="also try to open the engine there")
     _add_key(doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object a line, one per check")
+
+
+def _add_mesh(commands: Commands[argparse.ArgumentParser]) -> None:
+    mesh = _add_command(
+        commands,
+        "mesh",
+        "try every RDMA rail between many engines, from one host",
+        """
+        HOSTFILE has one HOST:PORT a line, each of a `kvxfer serve` (or of any engine, which is then tried by the
+        others); # begins a comment, - is standard input. Each serve connects its ports with the ports of every other
+        engine, writes a little, reads it back, compares it and tells the result. It writes to the pools of the serves:
+        do not bench meanwhile. Ports that have no path to each other, such as rails in separate subnets, are shown as -
+        and are no failure. Exit status 1: a rail that should work does not, an engine did not answer, or two engines
+        have no rail at all.
+        """,
+        """
+        kvxfer serve --host 0.0.0.0 --port 7777          on each host
+        kvxfer mesh hosts.txt                            on any one
+        kvxfer mesh hosts.txt --parallel 1               one rail at a time: slower, steadier rates
+        kvxfer mesh hosts.txt --json | jq 'select(.status == "failed")'
+        """,
+    )
+    mesh.add_argument("hostfile", type=Path, metavar="HOSTFILE", help="one HOST:PORT of an engine a line; - is stdin")
+    mesh.add_argument(
+        "--timeout", type=types.seconds, default=120.0, metavar="SECONDS", help="time for all of it (default: 120)"
+    )
+    mesh.add_argument(
+        "--parallel",
+        type=types.parallel,
+        default=4,
+        metavar="N",
+        help="rails that each engine tries at once (default: 4)",
+    )
+    _add_key(mesh)
+    mesh.add_argument("--json", action="store_true", help="print one JSON object a line: the engines, then the rails")
 
 
 def _add_command(

@@ -21,9 +21,11 @@ __all__ = [
     "address",
     "listed",
     "operation",
+    "parallel",
     "peer",
     "port",
     "positive",
+    "seconds",
     "size",
     "transport",
 ]
@@ -48,6 +50,8 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 SIZE_MAX = 1 << 50
 PORT_MAX = 65535
+PARALLEL_MAX = 64
+SECONDS_MAX = 3600.0
 
 T = TypeVar("T")
 
@@ -71,6 +75,24 @@ def positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def parallel(text: str) -> int:
+    """How many at once: 1 to 64."""
+    if not text.strip().isdecimal() or not 1 <= int(text) <= PARALLEL_MAX:
+        raise ArgumentTypeError(f"{text!r} is no number of 1 to {PARALLEL_MAX}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time of 1 to 3600 seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1.0 <= value <= SECONDS_MAX:
+        raise ArgumentTypeError(f"{text!r} is no number of seconds from 1 to {SECONDS_MAX:.0f}")
+    return value
 
 
 def port(text: str) -> int:

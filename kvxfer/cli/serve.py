@@ -1,7 +1,8 @@
 """`kvxfer serve`: an engine with a pool that others may bench against, until Ctrl-C or SIGTERM.
 
 Everything a peer does happens in the engine; this file only waits, and prints who comes and goes. That it learns from
-the engine's log events, as any program can that configures structlog.
+the engine's log events, as any program can that configures structlog. What `kvxfer mesh` asks is done in
+`mesh_agent.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any
 
 from kvxfer.cli.environment import given
 from kvxfer.cli.keys import key_settings
+from kvxfer.cli.mesh_agent import MeshAgent
+from kvxfer.cli.rail_check import REGION_NAME
 from kvxfer.cli.table import Style, format_size
 from kvxfer.engine import TransferEngine
 
 __all__ = ["REGION_NAME", "run"]
 
-REGION_NAME = "kvxfer.serve"
 TURN_S = 0.5
 """How often notifications are fetched, so that they do not pile up; a signal or an event ends the turn early."""
 DISCONNECTED = "peer.disconnected"
@@ -42,17 +44,22 @@ def run(arguments: Namespace) -> int:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     settings = given(host=arguments.host, port=arguments.port, transports=arguments.transport)
     show = _Printer(is_json=arguments.json)
+    agent: MeshAgent | None = None
     _on_signals(_raise_stop)
     try:
         observe_log(events)
         with TransferEngine(**settings, **key_settings(arguments.key_env)) as engine:
             region = engine.allocate(arguments.size, name=REGION_NAME)
+            agent = MeshAgent(engine, events.put)
             show.ready(engine.address, region.nbytes, engine.transports)
             while True:
                 _show_until(events, show, time.monotonic() + TURN_S)
                 for note in engine.notifications():
-                    show.event({"event": "notification", "peer": note.peer, "nbytes": len(note.payload)})
+                    if not agent.take(note.peer, note.payload):
+                        show.event({"event": "notification", "peer": note.peer, "nbytes": len(note.payload)})
     except Stop:
+        if agent is not None:
+            agent.close()
         show.stopped()
         _on_signals(signal.SIG_IGN)  # one that comes now, on the way out, must not change the exit status
         return 0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvxfer.transports.rdma_nic import Nic, NicSurvey
     from kvxfer.verbs.library import VerbsLibrary
 
-__all__ = ["RdmaTransport"]
+__all__ = ["RdmaTransport", "read_card"]
 
 PORTS_MAX = 64
 """Ports of one peer: more is no card that a kvxfer sends."""
@@ -85,6 +85,7 @@ class RdmaTransport(Transport):
             nbytes,
             access_for(rights, is_read_only=read_only),
             chunk_nbytes_max=self._config.rdma_chunk_nbytes_max,
+            trusts_device=self._config.rdma_chunk_nbytes_max is None,
         )
         keys: dict[str, list[list[int]]] = {}
         for nic in self.nics:
@@ -95,17 +96,18 @@ class RdmaTransport(Transport):
         return {"nics": keys}
 
     def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:
-        registration = self._registrations.pop((address, nbytes), None)
         for nic in self.nics:
             nic.remove_keys(address, nbytes)
+        registration = self._registrations.get((address, nbytes))
         if registration is not None:
             registration.close()
+            del self._registrations[address, nbytes]
 
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:
         from kvxfer.transports.rdma_endpoint import RdmaEndpoint
         from kvxfer.transports.rdma_pairing import pair_rails
 
-        rails = pair_rails(self.nics, _read_card(card, link.label), self._config, link.label)
+        rails = pair_rails(self.nics, read_card(card, link.label), self._config, link.label)
         return RdmaEndpoint(rails, link, self._config)
 
     def accept(
@@ -165,7 +167,7 @@ def _by_device(nics: tuple[Nic, ...]) -> list[list[Nic]]:
     return list(groups.values())
 
 
-def _read_card(card: Mapping[str, Any], peer: str) -> list[tuple[str, Any]]:
+def read_card(card: Mapping[str, Any], peer: str) -> list[tuple[str, Any]]:
     """Return (kind, offer) for each port that a peer offers. Raises RemoteProtocolError."""
     from kvxfer.verbs.peer_json import take_list, take_object
     from kvxfer.verbs.port_offer import PortOffer

@@ -36,6 +36,16 @@ def pair_rails(
             remedy="`kvxfer devices` there shows its ports; other transports go on.",
             peer=peer,
         )
+    wanted = config.rdma_peer_devices
+    if wanted is not None:
+        there = ", ".join(_name(offer) for _, offer in offers)
+        offers = [one for one in offers if any(item.includes(one[1].device, one[1].port) for item in wanted)]
+        if not offers:
+            raise TransportUnavailableError(
+                f"{peer} offers none of the RDMA ports {', '.join(map(str, wanted))}; it offers {there}.",
+                remedy="Correct rdma_peer_devices (KVXFER_RDMA_PEER_DEVICES), or unset it.",
+                peer=peer,
+            )
     up = [nic for nic in nics if not nic.is_down]
     local = {nic.name: nic for nic in up}
     kinds = {_name(offer): kind for kind, offer in offers}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.errors import PostError, VerbsError
+from kvxfer.log import get_logger
 from kvxfer.types import AddressColumn, Opcode
 from kvxfer.verbs.enums import CompletionStatus, QueuePairState, WorkOpcode
 from kvxfer.verbs.work_request import WorkRequestBatch
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
     from kvxfer.transports.base import Transfer
     from kvxfer.transports.rdma_rail import Rail
     from kvxfer.verbs.completion_queue import CompletionChannel, CompletionQueue
+    from kvxfer.verbs.handle import Handle
     from kvxfer.verbs.queue_pair import QueuePair
     from kvxfer.verbs.work_request import Column
 
-__all__ = ["Fault", "Lane", "SendQueue"]
+__all__ = ["Fault", "Lane", "SendQueue", "close_all"]
 
 SIGNAL_EVERY_MAX = 64
 """UCX's value: a completion costs about as much as posting a request, and slots come back by completions only."""
 DRAIN_TICK_S = 0.0002
 _WORK = {Opcode.WRITE: WorkOpcode.RDMA_WRITE, Opcode.READ: WorkOpcode.RDMA_READ}
+
+log = get_logger(__name__)
 
 
 class Lane:
@@ -94,23 +98,29 @@ class Lane:
             return
         before = int(self.ends[self.done - 1]) if self.done else 0
         self.done += count
-        self.transfer.nbytes_done += int(self.ends[self.done - 1]) - before
+        nbytes = int(self.ends[self.done - 1]) - before
+        self.transfer.nbytes_done += nbytes
+        self.rail.nic.nbytes_sent += nbytes
         if self.done == self.count:
             self.ended = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The completion that broke a queue. lane, slice: whose request it was, None where nobody knows."""
+    """The completion that broke a queue. lane, slice: whose request it was, None where nobody knows.
+
+    cause: the failed call, where it was no completion.
+    """
 
     status: CompletionStatus
     vendor_err: int
     lane: Lane | None = None
     slice: int = 0
+    cause: str = ""
 
     def __str__(self) -> str:
         vendor = f", vendor error {self.vendor_err:#x}" if self.vendor_err else ""
-        return f"{self.status.name} ({int(self.status)}{vendor}): {self.status.meaning}"
+        return f"{self.status.name} ({int(self.status)}{vendor}): {self.cause or self.status.meaning}"
 
 
 class SendQueue:
@@ -119,7 +129,8 @@ class SendQueue:
     def __init__(self, queue_pair: QueuePair, completions: CompletionQueue, channel: CompletionChannel) -> None:
         self.queue_pair = queue_pair
         self.channel = channel
-        self.depth = queue_pair.capabilities.max_send_wr
+        # Devices grant more than was asked, or less; and each request may give a completion.
+        self.depth = max(1, min(queue_pair.capabilities.max_send_wr, completions.cqe))
         self.fault: Fault | None = None
         """Why the queue is broken; nothing is posted to it any more."""
         self._completions = completions
@@ -130,6 +141,7 @@ class SendQueue:
         self._posted = 0
         self._done = 0
         self._seen = 0
+        self._signaled = 0  # the newest request that gives a completion
         self._is_armed = False
 
     @property
@@ -144,7 +156,8 @@ class SendQueue:
     def post(self, lane: Lane) -> int:
         """Post as many of the lane's slices as there is room for, if that is worth a call; returns how many.
 
-        Raises PostError where the device refuses a request; those before it are on the queue.
+        Raises PostError where the device refuses a request; those before it are on the queue. `is_stuck` says then
+        whether anything will come back that makes room.
         """
         left = lane.count - lane.posted
         room = self.depth - (self._posted - self._done)
@@ -171,10 +184,18 @@ class SendQueue:
         try:
             self.queue_pair.post_send(self._batch)
         except PostError as error:
-            self._note_posted(lane, error.posted_count)
+            taken = error.posted_count
+            self._signaled = max(self._signaled, self._posted + taken - taken % self._signal_every)
+            self._note_posted(lane, taken)
             raise
         self._note_posted(lane, count)
+        self._signaled = self._posted
         return count
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no request on it will give a completion while all goes well."""
+        return self._signaled <= self._done
 
     def _note_posted(self, lane: Lane, count: int) -> None:
         if count:
@@ -186,7 +207,14 @@ class SendQueue:
 
     def poll(self) -> bool:
         """Take what has completed; whether there was anything."""
-        rows = self._completions.poll()
+        try:
+            rows = self._completions.poll()
+        except VerbsError as error:
+            self.break_by(error)
+            return True
+        return self._take(rows)
+
+    def _take(self, rows: np.ndarray[tuple[int], np.dtype[np.void]]) -> bool:
         count = len(rows)
         if count == 0:
             return False
@@ -226,14 +254,18 @@ class SendQueue:
 
     def arm(self) -> None:
         """Have the channel become readable at the next completion; poll once more after it."""
-        if not self._is_armed:
-            self._completions.request_notification()
-            self._is_armed = True
+        try:
+            while self.channel.get_event() is not None:
+                self._is_armed = False
+            if not self._is_armed:
+                self._completions.request_notification()
+                self._is_armed = True
+        except VerbsError as error:
+            self.break_by(error)
 
-    def disarm(self) -> None:
-        """Take the channel's events."""
-        while self.channel.get_event() is not None:
-            self._is_armed = False
+    def break_by(self, error: VerbsError) -> None:
+        """A call about the queue failed: it is of no more use."""
+        self.fault = self.fault or Fault(CompletionStatus.FATAL_ERR, 0, cause=error.message)
 
     def stop(self, deadline: float) -> bool:
         """Move the queue pair to ERR and wait until every request has come back; whether they have.
@@ -246,7 +278,7 @@ class SendQueue:
             if self.queue_pair.state is not QueuePairState.ERR:
                 self.queue_pair.to_error()
             while self._seen < self._posted:
-                if not self.poll():
+                if not self._take(self._completions.poll()):
                     if time.monotonic() >= deadline:
                         return False
                     time.sleep(DRAIN_TICK_S)
@@ -256,5 +288,14 @@ class SendQueue:
 
     def close(self) -> None:
         """Destroy the queue pair and what belongs to it: nothing of it is in flight afterwards."""
-        for handle in (self.queue_pair, self._completions, self.channel):
-            handle.close()
+        close_all(self.queue_pair, self._completions, self.channel)
+
+
+def close_all(*handles: Handle | None) -> None:
+    """Close what there is, one after the other; what a device refuses is left to it."""
+    for handle in handles:
+        try:
+            if handle is not None:
+                handle.close()
+        except VerbsError as error:
+            log.warning("rdma.close_failed", error=error.message)

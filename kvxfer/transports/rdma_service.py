@@ -8,16 +8,14 @@ still comes in.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import DeviceUnusableError, KvxferError, VerbsError
+from kvxfer.errors import DeviceUnusableError, KvxferError, RemoteProtocolError, VerbsError
 from kvxfer.log import get_logger
-from kvxfer.transports.rdma_rail import random_psn
-from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest
+from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
 from kvxfer.verbs.enums import Access, Mtu
 from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
 from kvxfer.verbs.port import build_address_vector
@@ -44,14 +42,14 @@ class RdmaService:
         self._nics = {nic.name: nic for nic in nics}
         self._config = config
         self._lock = threading.Lock()
-        self._connections: dict[str, dict[int, QueuePair]] = {}
-        self._numbers = itertools.count(1)
+        self._connections: dict[str, dict[int, QueuePair | None]] = {}
+        """By session and number; None while it is being made. What is not here any more then is destroyed at once."""
         self._makers = ThreadPoolExecutor(CONNECTING_MAX, thread_name_prefix="kvxfer-connect")
         self._is_closed = False
 
     @property
     def connection_count(self) -> int:
-        """Queue pairs that peers hold."""
+        """Queue pairs that peers hold, or that are being made for them."""
         with self._lock:
             return sum(map(len, self._connections.values()))
 
@@ -66,19 +64,32 @@ class RdmaService:
             if not answer(reply):
                 self.drop(session)
 
-        self._makers.submit(make)
+        with self._lock:
+            if self._is_closed:
+                return
+            held = self._connections.setdefault(session, {})
+            if request.number in held:
+                raise RemoteProtocolError(f"{peer} asks for connection {request.number} a second time.")
+            if len(held) < PER_SESSION_MAX:
+                held[request.number] = None
+                self._makers.submit(make)
+                return
+        reason = KvxferError(f"this session holds {PER_SESSION_MAX} connections already.")
+        answer(ConnectFailure("create", 0, reason).to_json())
 
     def _answer(self, peer: str, session: str, request: ConnectRequest) -> dict[str, Any]:
         try:
-            return self._make(peer, session, request).to_json()
+            return self._make(session, request).to_json()
         except ConnectFailure as failure:
             log.info("rdma.connect_refused", peer=peer, step=failure.step, reason=failure.error.message)
-            return failure.to_json()
+            failed = failure
         except Exception as exc:  # a bug: the peer must not wait for nothing
             log.error("rdma.connect_refused", peer=peer, step="", reason=repr(exc))
-            return ConnectFailure("create", 0, KvxferError(f"this end failed: {exc!r}.")).to_json()
+            failed = ConnectFailure("create", 0, KvxferError(f"this end failed: {exc!r}."))
+        self.hang_up(session, request.number)
+        return failed.to_json()
 
-    def _make(self, peer: str, session: str, request: ConnectRequest) -> ConnectReply:
+    def _make(self, session: str, request: ConnectRequest) -> ConnectReply:
         self.hang_up(session, request.replaces)
         nic = self._nics.get(request.port)
         if nic is None:
@@ -125,12 +136,14 @@ class RdmaService:
                 retry_cnt=attributes.retry_count,
                 rnr_retry=attributes.rnr_retry,
             )
-        except KvxferError as error:
-            if queue_pair is not None:
-                queue_pair.close()
-            number = error.errno if isinstance(error, VerbsError) else 0
-            raise ConnectFailure(step, number or 0, error) from error
-        return ConnectReply(self._keep(session, queue_pair), queue_pair.number, psn)
+        except BaseException as exc:
+            self._destroy([queue_pair])
+            if not isinstance(exc, KvxferError):
+                raise
+            number = exc.errno if isinstance(exc, VerbsError) else 0
+            raise ConnectFailure(step, number or 0, exc) from exc
+        self._keep(session, request.number, queue_pair)
+        return ConnectReply(queue_pair.number, psn)
 
     def _gids(self, nic: Nic, request: ConnectRequest) -> GidPair | None:
         """Return the pair that the peer chose, with the row where our GID is now."""
@@ -148,28 +161,26 @@ class RdmaService:
             )
         return pairs[0]
 
-    def _keep(self, session: str, queue_pair: QueuePair) -> int:
-        number = next(self._numbers)
+    def _keep(self, session: str, number: int, queue_pair: QueuePair) -> None:
         with self._lock:
-            held = self._connections.setdefault(session, {})
-            if len(held) < PER_SESSION_MAX and not self._is_closed:
+            held = self._connections.get(session, {})
+            if number in held:
                 held[number] = queue_pair
-                return number
-        queue_pair.close()
-        raise ConnectFailure("create", 0, KvxferError(f"this session holds {PER_SESSION_MAX} connections already."))
+                return
+        self._destroy([queue_pair])
+        raise ConnectFailure("RTS", 0, KvxferError("the connection was given up while it was made."))
 
     def hang_up(self, session: str, number: int) -> None:
         """Transport.hang_up: destroy one connection; when this returns the device drops what comes in for it."""
         with self._lock:
             queue_pair = self._connections.get(session, {}).pop(number, None)
-        if queue_pair is not None:
-            self._destroy([queue_pair])
+        self._destroy([queue_pair])
 
     def drop(self, session: str) -> None:
         """Transport.drop."""
         with self._lock:
             held = self._connections.pop(session, {})
-        self._destroy(list(held.values()))
+        self._destroy(held.values())
 
     def close(self) -> None:
         """Destroy all connections; make no more."""
@@ -181,9 +192,10 @@ class RdmaService:
         self._destroy(held)
 
     @staticmethod
-    def _destroy(queue_pairs: list[QueuePair]) -> None:
+    def _destroy(queue_pairs: Iterable[QueuePair | None]) -> None:
         for queue_pair in queue_pairs:
             try:
-                queue_pair.close()
+                if queue_pair is not None:
+                    queue_pair.close()
             except KvxferError as error:
                 log.warning("rdma.close_failed", error=error.message)

@@ -5,6 +5,7 @@ Pure: plain JSON out and in; everything that a peer sent is checked for type and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from kvxfer.transports.rdma_ladder import MTU_STEPS, QueuePairAttributes
 from kvxfer.verbs.peer_json import take_hex, take_int, take_name, take_object
 from kvxfer.verbs.port_offer import PortOffer
 
-__all__ = ["ConnectFailure", "ConnectReply", "ConnectRequest"]
+__all__ = ["ConnectFailure", "ConnectReply", "ConnectRequest", "random_psn"]
 
 QP_NUM_MAX = PSN_MAX = (1 << 24) - 1
 GID_NBYTES = 16
@@ -28,10 +29,13 @@ STEPS = ("create", "INIT", "RTR", "RTS", "address", "port")
 class ConnectRequest:
     """What the opening side asks for.
 
-    port: the peer's, as it offered it. offer: our port, with the one GID that is used. gid: the peer's that is used;
-    empty on InfiniBand without one. replaces: the number of the connection that this one takes the place of, or 0.
+    number: what the connection is called from now on, chosen by who asks, so that it can be hung up even where the
+    reply never came. port: the peer's, as it offered it. offer: our port, with the one GID that is used. gid: the
+    peer's that is used; empty on InfiniBand without one. replaces: the number of the connection that this one takes the
+    place of, or 0.
     """
 
+    number: int
     port: str
     offer: PortOffer
     gid: bytes
@@ -43,6 +47,7 @@ class ConnectRequest:
     def to_json(self) -> dict[str, Any]:
         """Return the body."""
         return {
+            "connection": self.number,
             "port": self.port,
             "offer": self.offer.to_json(),
             "gid": self.gid.hex(),
@@ -56,6 +61,7 @@ class ConnectRequest:
     def from_json(cls, body: Mapping[str, Any]) -> ConnectRequest:
         """Return a peer's request. Raises RemoteProtocolError naming the field that is wrong."""
         return cls(
+            number=take_int(body, "connection", 1, NUMBER_MAX),
             port=take_name(body, "port", NAME_LENGTH_MAX),
             offer=PortOffer.from_json(take_object(body.get("offer"), "offer")),
             gid=b"" if body.get("gid") == "" else take_hex(body, "gid", GID_NBYTES),
@@ -68,15 +74,14 @@ class ConnectRequest:
 
 @dataclass(frozen=True)
 class ConnectReply:
-    """The end that the other side has made ready to receive. number: what it is called from now on."""
+    """The end that the other side has made ready to receive."""
 
-    number: int
     qp_num: int
     psn: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the body."""
-        return {"connection": self.number, "qp_num": self.qp_num, "psn": self.psn}
+        return {"qp_num": self.qp_num, "psn": self.psn}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any], peer: str) -> ConnectReply:
@@ -84,11 +89,7 @@ class ConnectReply:
         failed = body.get("failed")
         if isinstance(failed, dict):
             raise ConnectFailure.from_json(failed, peer)
-        return cls(
-            number=take_int(body, "connection", 1, NUMBER_MAX),
-            qp_num=take_int(body, "qp_num", 0, QP_NUM_MAX),
-            psn=take_int(body, "psn", 0, PSN_MAX),
-        )
+        return cls(qp_num=take_int(body, "qp_num", 0, QP_NUM_MAX), psn=take_int(body, "psn", 0, PSN_MAX))
 
 
 class ConnectFailure(Exception):  # noqa: N818  an answer, which becomes the caller's error
@@ -146,3 +147,8 @@ def _attributes_from_json(body: Mapping[str, Any]) -> QueuePairAttributes:
         service_level=take_int(body, "service_level", 0, 15),
         is_global=is_global if isinstance(is_global, bool) else None,
     )
+
+
+def random_psn() -> int:
+    """Return a first packet number: random, so that packets of an older connection do not fit."""
+    return int.from_bytes(os.urandom(3), "big")

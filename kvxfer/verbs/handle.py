@@ -70,6 +70,12 @@ class Handle:
         return pointer
 
     @property
+    def children(self) -> list[Handle]:
+        """What was made from it and is not closed, oldest first."""
+        alive = (child() for child in [*self._ownership.children.values()])
+        return [child for child in alive if child is not None]
+
+    @property
     def is_closed(self) -> bool:
         """Whether it was destroyed."""
         return self._ownership.pointer is None
@@ -82,10 +88,8 @@ class Handle:
         ownership = self._ownership
         if ownership.pointer is None:
             return
-        for child in reversed([*ownership.children.values()]):
-            alive = child()
-            if alive is not None:
-                alive.close()
+        for child in reversed(self.children):
+            child.close()
         self._before_destroy()
         error = ownership.destroy(ownership.pointer)
         if error:
@@ -127,8 +131,8 @@ def _drop(ownership: _Ownership, key: int) -> None:
         return
     ownership.pointer = None
     _leave(ownership, key)
+    ownership.destroy(pointer)  # first: a warning may be an error
     warnings.warn(f"a {ownership.label} was never closed", ResourceWarning, stacklevel=2)
-    ownership.destroy(pointer)
 
 
 def _leave(ownership: _Ownership, key: int) -> None:

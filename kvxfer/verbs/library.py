@@ -350,6 +350,8 @@ def _has(lib: CData, name: str) -> bool:
 
 def errno_name(number: int) -> str:
     """Return the name of an error number: EINVAL."""
+    if number == errno.EOPNOTSUPP:
+        return "EOPNOTSUPP"  # errorcode has the other name of the same number, ENOTSUP
     return errno.errorcode.get(number, f"errno {number}")
 
 

@@ -317,9 +317,4 @@ class QueuePair(Handle):
 
 def _queue_pairs(context: Context) -> set[QueuePair]:
     """Return this process's queue pairs on a device; each is the child of a domain and of one or two queues."""
-    return {child for parent in _children(context) for child in _children(parent) if isinstance(child, QueuePair)}
-
-
-def _children(handle: Handle) -> list[Handle]:
-    alive = (child() for child in [*handle._ownership.children.values()])
-    return [child for child in alive if child is not None]
+    return {child for parent in context.children for child in parent.children if isinstance(child, QueuePair)}

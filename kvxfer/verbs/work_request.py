@@ -196,7 +196,7 @@ class WorkRequestBatch:
         wr_id: int = 0,
         send_flags: int = 0,
     ) -> None:
-        """Put one request at the end of the chain: for up to 3 requests cheaper than `fill`, after `clear`."""
+        """Put one request at the end of the chain; after `clear`, for one request, half the cost of `fill`."""
         row = self._next_row()
         _pack_element(self._bytes, self._border + row * _SGE_NBYTES, local_addr, nbytes, lkey)
         self._append(row, wr_id, 1, opcode, send_flags, 0, remote_addr, rkey)

@@ -70,6 +70,9 @@ def test_out_of_range_names_setting_value_range_and_source(row: Setting) -> None
 @pytest.mark.parametrize("row", NUMBERS, ids=lambda row: row.name)
 @pytest.mark.parametrize("value", ["x", "", "nan", "inf", "1,5", None, True, [1], "0x10"])
 def test_what_is_no_number_is_refused(row: Setting, value: Any) -> None:
+    if value is None and row.default is None:
+        assert getattr(resolve(**{row.name: None}), row.name) is None  # as if it were not given
+        return
     with pytest.raises(ConfigError, match=row.name):
         resolve(**{row.name: value})
     if isinstance(value, str):

@@ -1,0 +1,252 @@
+"""Try every RDMA rail to one peer: connect it, move a little, compare it, time it.
+
+A rail is a port of this host and a port of the peer. Each is tried by an engine of its own that has these two ports
+alone, so that what is tried is what a program does. Pairs that cannot reach each other (another link layer, no route)
+are not tried. `kvxfer doctor --peer` and `kvxfer mesh` show what is found here.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from kvxfer.config import EngineConfig
+from kvxfer.errors import KvxferError, PeerRefusedError, TransportUnavailableError, UnsupportedError
+from kvxfer.transports.rdma import RdmaTransport, read_card
+from kvxfer.types import Rights
+from kvxfer.verbs.port_offer import PortOffer
+
+if TYPE_CHECKING:
+    from kvxfer.engine import TransferEngine
+    from kvxfer.segment import Segment
+    from kvxfer.types import RegionDescriptor
+
+__all__ = ["CONTROL", "REGION_NAME", "RailReport", "Share", "Status", "check_rails", "find_pool"]
+
+REGION_NAME = "kvxfer.serve"
+"""The region that `kvxfer serve` offers to be written to."""
+CONTROL = ("tcp", "shm", "rdma")
+"""How a peer is asked what it has: not by what is to be tried, if there is another way."""
+SLOT_NBYTES_MAX = 4 << 20
+SLOT_NBYTES_MIN = 4096
+BLOCK_NBYTES = 64 << 10
+TIMED_ROUNDS = 3
+MOVE_TIMEOUT_S = 5.0
+
+Status = Literal["ok", "lowered", "no path", "failed", "not tried"]
+
+
+@dataclass(frozen=True)
+class RailReport:
+    """What became of one rail.
+
+    status: "lowered" where a device refused attributes and lower ones worked, "no path" where the two ports cannot
+    reach each other and are not meant to, "not tried" where the time was over.
+    nbytes: that were written, read back and compared; 0 where the peer offers no memory for that.
+    gbps: 10^9 bytes a second, the best of a few small batches: an order of magnitude, no benchmark.
+    """
+
+    local: str
+    remote: str
+    status: Status
+    reason: str = ""
+    remedy: str = ""
+    gids: str = ""
+    path_mtu: int = 0
+    read_depth: int = 0
+    attempts: tuple[str, ...] = ()
+    connect_ms: float = 0.0
+    nbytes: int = 0
+    write_gbps: float = 0.0
+    read_gbps: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any]) -> RailReport:
+        """Return a report that another process made; raises ValueError where it is none."""
+        try:
+            values = {one.name: type(one.default)(obj[one.name]) for one in fields(cls) if one.name in _PLAIN}
+            attempts = tuple(str(one) for one in obj["attempts"])
+            status = obj["status"]
+            if status not in ("ok", "lowered", "no path", "failed", "not tried"):
+                raise ValueError(f"there is no status {status!r:.40}")
+            return cls(str(obj["local"]), str(obj["remote"]), status, attempts=attempts, **values)
+        except (KeyError, TypeError) as exc:
+            raise ValueError(f"it is no report of a rail: {exc!r}") from None
+
+
+_PLAIN = frozenset({one.name for one in fields(RailReport)} - {"local", "remote", "status", "attempts"})
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the peer's memory is ours to write: one of `count` equal ones, so that hosts do not meet there."""
+
+    index: int = 0
+    count: int = 1
+
+
+def find_pool(segment: Segment) -> RegionDescriptor | None:
+    """Return the region that a peer offers for such trials, if it may be written and read."""
+    found = next((region for region in segment.regions if region.name == REGION_NAME), None)
+    return found if found is not None and found.rights == Rights.ALL else None
+
+
+def check_rails(
+    engine: TransferEngine,
+    address: str,
+    *,
+    share: Share | None = None,
+    parallel: int = 1,
+    deadline: float,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[RailReport]:
+    """Try each port of `engine` with each port of the peer at `address`, until `deadline` (monotonic seconds).
+
+    parallel: how many at once. Rates are told for rails that ran beside each other, then.
+    Raises TransportUnavailableError where one of the two has no RDMA, PeerError where the peer does not answer.
+    """
+    segment = engine.open_segment(address, transports=CONTROL)
+    transport = engine.transport("rdma")
+    assert isinstance(transport, RdmaTransport)
+    offer = segment.offer_of("rdma")
+    if offer is None:
+        raise TransportUnavailableError(
+            f"{address} does not offer rdma.",
+            remedy="`kvxfer doctor` there says why; start the peer with rdma among its transports.",
+            peer=address,
+        )
+    offers = read_card(offer, address)
+    pool = find_pool(segment)
+    share = share or Share()
+    slot_nbytes = 0
+    if pool is not None:
+        slot_nbytes = min(SLOT_NBYTES_MAX, pool.nbytes // (share.count * parallel) // SLOT_NBYTES_MIN * SLOT_NBYTES_MIN)
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for at in range(parallel):
+        slots.put((share.index * parallel + at) * slot_nbytes)
+
+    def check(local: str, remote: str, no_path: str) -> RailReport:
+        if no_path:
+            return RailReport(local, remote, "no path", no_path)
+        if is_stopped() or time.monotonic() >= deadline:
+            return RailReport(local, remote, "not tried", "the time was over before its turn came")
+        slot = slots.get()
+        try:
+            return _Trial(engine.config, address, local, remote, deadline).run(slot, slot_nbytes)
+        finally:
+            slots.put(slot)
+
+    pairs = list(_pairs(transport, offers, engine.config, address))
+    with ThreadPoolExecutor(parallel, thread_name_prefix="kvxfer-rail") as workers:
+        return list(workers.map(lambda pair: check(*pair), pairs))
+
+
+def _pairs(
+    transport: RdmaTransport, offers: list[tuple[str, PortOffer]], config: EngineConfig, peer: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (local port, remote port, why there is no path or "") for each two ports."""
+    from kvxfer.transports.rdma_pairing import pair_rails
+
+    for nic in transport.nics:
+        for kind, offer in offers:
+            problem = ""
+            try:
+                pair_rails([nic], [(kind, offer)], config, peer)
+            except UnsupportedError as error:
+                problem = next(iter(error.values.get("reasons", {}).values()), error.message)
+            yield nic.name, f"{offer.device}:{offer.port}", problem
+
+
+class _Trial:
+    """One rail, tried by an engine that has no other."""
+
+    def __init__(self, config: EngineConfig, address: str, local: str, remote: str, deadline: float) -> None:
+        self._address = address
+        self._local = local
+        self._remote = remote
+        self._deadline = deadline
+        own = {row.name: getattr(config, row.name) for row in EngineConfig.settings()}
+        self._settings = own | {
+            "host": "127.0.0.1",
+            "port": 0,
+            "advertise_host": None,
+            "transports": ("rdma",),
+            "rdma_devices": local,
+            "rdma_peer_devices": remote,
+            "connect_timeout_s": min(config.connect_timeout_s, self._left_s()),
+        }
+
+    def run(self, slot: int, slot_nbytes: int) -> RailReport:
+        """Connect and move. slot: where in the peer's pool `slot_nbytes` bytes may be written."""
+        from kvxfer.engine import TransferEngine
+
+        facts: dict[str, Any] = {}
+        try:
+            with TransferEngine(**self._settings) as engine:
+                started = time.monotonic()
+                segment = engine.open_segment(self._address)
+                facts["connect_ms"] = round((time.monotonic() - started) * 1e3, 2)
+                (rail,) = segment.describe()["rdma"]["rails"]
+                attributes = rail["attributes"]
+                facts |= {"gids": rail["gids"], "attempts": tuple(rail["attempts"])}
+                facts |= {"path_mtu": attributes["path_mtu"], "read_depth": attributes["read_depth"]}
+                if slot_nbytes:
+                    facts |= self._move(engine, segment, slot, slot_nbytes)
+        except KvxferError as error:
+            reason = error.values.get("reasons", {}).get("rdma", error.message)
+            return RailReport(self._local, self._remote, "failed", reason, error.remedy, **facts)
+        is_lowered = any(" -> " in attempt for attempt in facts["attempts"])
+        return RailReport(self._local, self._remote, "lowered" if is_lowered else "ok", **facts)
+
+    def _move(self, engine: TransferEngine, segment: Segment, slot: int, nbytes: int) -> dict[str, Any]:
+        """Write a pattern, read it back, compare, and time both. Raises what went wrong."""
+        pool = find_pool(segment)
+        if pool is None or slot + nbytes > pool.nbytes:
+            return {}
+        memory = np.empty(2 * nbytes, np.uint8)
+        region = engine.register(memory)
+        sent, received = memory[:nbytes], memory[nbytes:]
+        sent[:] = np.frombuffer(np.random.default_rng().bytes(nbytes), np.uint8)
+        received[:] = ~sent
+        block_nbytes = min(BLOCK_NBYTES, nbytes)
+        rows = np.arange(nbytes // block_nbytes, dtype=np.int64) * block_nbytes
+        there = pool.address + slot + rows
+        here = region.address + rows
+
+        def timed(move: Callable[..., None], local: Any) -> float:
+            timeout_s = min(MOVE_TIMEOUT_S, self._left_s())
+            started = time.perf_counter()
+            move(segment, local, there, block_nbytes, timeout_s=timeout_s)
+            return time.perf_counter() - started
+
+        timed(engine.write, here)
+        timed(engine.read, here + nbytes)
+        moved = len(rows) * block_nbytes
+        wrong = int((sent[:moved] != received[:moved]).sum())
+        if wrong:
+            raise PeerRefusedError(
+                f"{wrong} of {moved} bytes that were written over {self._local} to {self._remote} came back different.",
+                remedy="Does anything else write to that memory, another mesh or a bench? If not, the device or kvxfer "
+                "is at fault: please report it.",
+                peer=self._address,
+            )
+        writes = [timed(engine.write, here) for _ in range(TIMED_ROUNDS)]
+        reads = [timed(engine.read, here + nbytes) for _ in range(TIMED_ROUNDS)]
+        return {
+            "nbytes": moved,
+            "write_gbps": round(moved / min(writes) / 1e9, 3),
+            "read_gbps": round(moved / min(reads) / 1e9, 3),
+        }
+
+    def _left_s(self) -> float:
+        return max(0.1, self._deadline - time.monotonic())

@@ -1,0 +1,266 @@
+"""How the queue pair of one rail is connected.
+
+This side decides everything: which GIDs, which attributes, and what is lowered when a device of either end refuses
+(`rdma_ladder.py`). Each try has a fresh queue pair here and a request to the peer, which makes its end ready to receive
+before it answers; so nothing is posted before the peer can take it. All failed tries are in the error, and whatever the
+peer may have made for them it is told to drop. Read next: `rdma_mender.py`, which says when, and again after a pause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import (
+    DeviceUnusableError,
+    KvxferError,
+    PeerUnreachableError,
+    TransportUnavailableError,
+    VerbsError,
+)
+from kvxfer.log import get_logger
+from kvxfer.transports.rdma_ladder import Attempt, QueuePairAttributes, descend
+from kvxfer.transports.rdma_queue import SendQueue, close_all
+from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
+from kvxfer.verbs.enums import Access, LinkLayer, Mtu
+from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
+from kvxfer.verbs.port import build_address_vector
+from kvxfer.verbs.port_offer import agree_mtu, agree_read_depth
+from kvxfer.verbs.queue_pair import QueuePairCapabilities
+
+if TYPE_CHECKING:
+    from kvxfer.config import EngineConfig
+    from kvxfer.transports.base import PeerLink
+    from kvxfer.transports.rdma_rail import Rail
+
+__all__ = ["connect", "forget_what_worked", "what_worked"]
+
+GID_PAIRS_MAX = 4
+"""Pairs of GIDs that are tried on one rail before the next."""
+HANG_UP_S = 0.5
+"""How long the peer has to say that it dropped what a failed try may have left there."""
+
+log = get_logger(__name__)
+
+_numbers = itertools.count(1)
+_worked: dict[tuple[str, str], QueuePairAttributes] = {}
+"""What the ladder ended with, for each two kinds of device (vendor, part, firmware): where the next connection
+begins."""
+_worked_lock = threading.Lock()
+
+
+def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -> SendQueue:
+    """Connect a new queue pair, going down the ladder as far as it must, before `deadline` (monotonic seconds).
+
+    Each pair of GIDs is tried once with each rung; who calls tries again where the network may need time.
+    Raises TransportUnavailableError with every try; PeerError where the peer is gone. Takes no lock of the endpoint.
+    """
+    attempts: list[Attempt] = []
+    last: KvxferError | None = None
+    before = rail.number
+    try:
+        _check_port(rail)
+        for gids in _gid_pairs(rail):
+            first = attributes = _first_attributes(rail, config)
+            while True:
+                try:
+                    queue = _try(rail, link, config, gids, attributes, deadline)
+                except _StepFailedError as failed:
+                    last = failed.error
+                    lowered = descend(attributes, failed.step, failed.number)
+                    change = lowered[1] if lowered else "given up" if gids is None else f"{gids} given up"
+                    attempts.append(
+                        Attempt(failed.step, failed.side, failed.number, last.message, attributes, change)
+                    )
+                    if lowered is None or time.monotonic() >= deadline:
+                        break
+                    attributes = lowered[0]
+                else:
+                    if attributes != first:
+                        _remember(rail, attributes, attempts)
+                    rail.note_connected(gids, attributes, attempts)
+                    return queue
+            if time.monotonic() >= deadline:
+                break
+    except PeerUnreachableError as error:  # silent, or gone: the session knows which, and ends if it is gone
+        last = error
+    except (VerbsError, DeviceUnusableError) as error:
+        last = error
+    error = _failure(rail, link, last, attempts)
+    if rail.number != before:
+        link.hang_up("rdma", rail.number, min(deadline, time.monotonic() + HANG_UP_S))
+    raise error
+
+
+def forget_what_worked() -> None:
+    """Begin every ladder at its top again; for tests."""
+    with _worked_lock:
+        _worked.clear()
+
+
+def what_worked() -> Mapping[tuple[str, str], QueuePairAttributes]:
+    """Return what the ladder ended with, by the kinds of both devices; for the doctor."""
+    with _worked_lock:
+        return dict(_worked)
+
+
+def _check_port(rail: Rail) -> None:
+    """Look at the port and its GIDs as they are now."""
+    nic = rail.nic
+    nic.refresh()
+    if nic.is_down:
+        raise DeviceUnusableError(
+            f"{nic.name} is {nic.port.state}, not ACTIVE.",
+            remedy="Bring the link up, or leave the port out (rdma_devices); `kvxfer devices` shows it.",
+            device=nic.context.name,
+            port=nic.port.number,
+            reason=f"{nic.port.state}",
+        )
+
+
+def _gid_pairs(rail: Rail) -> list[GidPair | None]:
+    pairs = rank_gid_pairs(rail.nic.choice.offered, rail.remote.gids)
+    sound = [pair for pair in pairs if not pair.is_broken] or pairs[:1]
+    if not sound and rail.remote.link_layer is LinkLayer.INFINIBAND:
+        return [None]
+    return list(sound[:GID_PAIRS_MAX])
+
+
+def _first_attributes(rail: Rail, config: EngineConfig) -> QueuePairAttributes:
+    """The best that both ends say they can do; lower where that is known not to work on such devices."""
+    offer = rail.nic.offer()
+    mtu = agree_mtu(offer.mtu, rail.remote.mtu, nbytes_max=config.path_mtu_nbytes_max)
+    limits = rail.nic.context.limits
+    first = QueuePairAttributes(
+        path_mtu=mtu.nbytes,
+        read_depth=agree_read_depth(offer.read_depth, rail.remote.read_depth).initiator,
+        send_depth=min(config.rdma_send_depth, limits.max_qp_wr, limits.max_cqe),
+        timeout=config.rdma_timeout,
+        retry_count=config.rdma_retry_count,
+        hop_limit=config.rdma_hop_limit,
+        traffic_class=config.rdma_traffic_class,
+        service_level=config.rdma_service_level,
+    )
+    with _worked_lock:
+        known = _worked.get((rail.nic.kind, rail.remote_kind))
+    if known is None:
+        return first
+    return dataclasses.replace(
+        first,
+        path_mtu=min(first.path_mtu, known.path_mtu),
+        read_depth=min(first.read_depth, known.read_depth),
+        send_depth=min(first.send_depth, known.send_depth),
+        hop_limit=known.hop_limit,
+        is_global=known.is_global,
+    )
+
+
+def _try(
+    rail: Rail,
+    link: PeerLink,
+    config: EngineConfig,
+    gids: GidPair | None,
+    attributes: QueuePairAttributes,
+    deadline: float,
+) -> SendQueue:
+    """One try. Raises _StepFailedError for what the ladder, or another pair of GIDs, may help with."""
+    nic = rail.nic
+    offer = nic.offer()
+    step = "address"
+    channel = completions = queue_pair = None
+    try:
+        address = build_address_vector(
+            offer,
+            rail.remote,
+            gids,
+            is_global=attributes.is_global,
+            hop_limit=attributes.hop_limit,
+            traffic_class=attributes.traffic_class,
+            service_level=attributes.service_level,
+        )
+        step = "create"
+        channel = nic.context.create_comp_channel()
+        completions = nic.context.create_cq(attributes.send_depth, channel)
+        queue_pair = nic.domain.create_qp(
+            completions, capabilities=QueuePairCapabilities(max_send_wr=attributes.send_depth)
+        )
+        step = "INIT"
+        queue_pair.to_init(port=nic.port.number, pkey_index=config.pkey_index, access=Access.NONE)
+        psn = random_psn()
+        request = ConnectRequest(
+            number=next(_numbers),
+            port=rail.remote_name,
+            offer=dataclasses.replace(offer, gids=() if gids is None else (gids.local,)),
+            gid=b"" if gids is None else gids.remote.value,
+            qp_num=queue_pair.number,
+            psn=psn,
+            attributes=attributes,
+            replaces=rail.number,
+        )
+        rail.number = request.number
+        step = "RTR"
+        reply = ConnectReply.from_json(link.connect("rdma", request.to_json(), deadline), link.label)
+        queue_pair.to_rtr(
+            address=address,
+            dest_qp_num=reply.qp_num,
+            path_mtu=Mtu.of_nbytes(attributes.path_mtu),
+            rq_psn=reply.psn,
+            max_dest_rd_atomic=min(1, offer.read_depth.responder),  # the peer reads nothing over this one
+            min_rnr_timer=attributes.min_rnr_timer,
+        )
+        step = "RTS"
+        queue_pair.to_rts(
+            sq_psn=psn,
+            max_rd_atomic=attributes.read_depth,
+            timeout=attributes.timeout,
+            retry_cnt=attributes.retry_count,
+            rnr_retry=attributes.rnr_retry,
+        )
+        return SendQueue(queue_pair, completions, channel)
+    except BaseException as exc:
+        close_all(queue_pair, completions, channel)
+        if isinstance(exc, ConnectFailure):
+            raise _StepFailedError(exc.step, "remote", exc.number, exc.error) from exc
+        if isinstance(exc, VerbsError):
+            raise _StepFailedError(step, "local", exc.errno or 0, exc) from exc
+        if isinstance(exc, DeviceUnusableError):
+            raise _StepFailedError(step, "local", 0, exc) from exc
+        raise
+
+
+def _remember(rail: Rail, attributes: QueuePairAttributes, attempts: list[Attempt]) -> None:
+    with _worked_lock:
+        _worked[rail.nic.kind, rail.remote_kind] = attributes
+    log.warning("rdma.attribute_lowered", rail=rail.label, attempts=[str(attempt) for attempt in attempts])
+
+
+def _failure(
+    rail: Rail, link: PeerLink, last: KvxferError | None, attempts: list[Attempt]
+) -> TransportUnavailableError:
+    told = "; ".join(dict.fromkeys(map(str, attempts)))
+    reason = last.message if last is not None else "its GIDs and the peer's do not fit"
+    rail.attempts = tuple(attempts)
+    return TransportUnavailableError(
+        f"{rail.label}: {reason}" + (f" Tried: {told}." if told else ""),
+        remedy=last.remedy if last is not None else "`kvxfer devices` on both hosts shows the GIDs.",
+        peer=link.label,
+        reasons={"rdma": reason},
+        attempts=tuple(attempts),
+        errno=attempts[-1].errno if attempts else 0,
+        step=attempts[-1].step if attempts else "",
+    )
+
+
+class _StepFailedError(Exception):
+    """A step was refused, here or at the peer."""
+
+    def __init__(self, step: str, side: str, number: int, error: KvxferError) -> None:
+        super().__init__(error.message)
+        self.step = step
+        self.side = side
+        self.number = number
+        self.error = error
