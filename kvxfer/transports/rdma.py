@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvxfer.errors import KvxferError, RemoteProtocolError, TransportUnavailableError, VerbsUnavailableError
+from kvxfer.errors import KvxferError, RegistrationError, RemoteProtocolError, TransportUnavailableError, VerbsUnavailableError
 from kvxfer.log import get_logger
 from kvxfer.transports.base import Endpoint, PeerLink, Transport
 from kvxfer.types import Probe, Rights
@@ -79,14 +79,21 @@ class RdmaTransport(Transport):
         from kvxfer.memory.registration import access_for, register
 
         domains = list(dict.fromkeys(nic.domain for nic in self.nics))
-        registration = register(
-            domains,
-            address,
-            nbytes,
-            access_for(rights, is_read_only=read_only),
-            chunk_nbytes_max=self._config.rdma_chunk_nbytes_max,
-            trusts_device=self._config.rdma_chunk_nbytes_max is None,
-        )
+        try:
+            registration = register(
+                domains,
+                address,
+                nbytes,
+                access_for(rights, is_read_only=read_only),
+                chunk_nbytes_max=self._config.rdma_chunk_nbytes_max,
+                trusts_device=self._config.rdma_chunk_nbytes_max is None,
+            )
+        except RegistrationError as error:
+            raise RegistrationError(
+                error.message,
+                remedy=f"{error.remedy} Or leave rdma out (transports=('shm', 'tcp'), KVXFER_TRANSPORTS=shm,tcp).",
+                **error.values,
+            ) from error
         keys: dict[str, list[list[int]]] = {}
         for nic in self.nics:
             chunks = registration.devices[domains.index(nic.domain)].chunks

@@ -185,7 +185,8 @@ class SendQueue:
             self.queue_pair.post_send(self._batch)
         except PostError as error:
             taken = error.posted_count
-            self._signaled = max(self._signaled, self._posted + taken - taken % self._signal_every)
+            if taken >= self._signal_every:
+                self._signaled = self._posted + taken - taken % self._signal_every
             self._note_posted(lane, taken)
             raise
         self._note_posted(lane, count)

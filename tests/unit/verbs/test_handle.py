@@ -1,0 +1,100 @@
+"""Objects of libibverbs: closed once, children first, and never forgotten without a word."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import weakref
+
+import pytest
+
+from kvxfer.errors import ClosedError, VerbsError
+from kvxfer.verbs.device import Context, list_devices
+from kvxfer.verbs.enums import Access
+from kvxfer.verbs.queue_pair import QueuePairCapabilities
+from tests.support.fake_verbs import FakeLibrary, connectx
+
+
+@pytest.fixture
+def library() -> FakeLibrary:
+    return FakeLibrary(None, connectx(), name="a")
+
+
+def open_first(library: FakeLibrary) -> Context:
+    return list_devices(library)[0].open()
+
+
+def test_closing_a_context_closes_everything_made_from_it(library: FakeLibrary) -> None:
+    context = open_first(library)
+    domain = context.alloc_pd()
+    channel = context.create_comp_channel()
+    queue = context.create_cq(16, channel)
+    pair = domain.create_qp(queue, capabilities=QueuePairCapabilities(max_send_wr=4))
+    memory = bytearray(8192)
+    import ctypes
+
+    region = domain.register(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 8192, Access.LOCAL_WRITE)
+
+    context.close()
+
+    assert all(handle.is_closed for handle in (context, domain, channel, queue, pair, region))
+    assert not library.leaks
+
+
+def test_second_close_does_nothing_and_later_use_says_so(library: FakeLibrary) -> None:
+    context = open_first(library)
+    domain = context.alloc_pd()
+    domain.close()
+    domain.close()
+
+    with pytest.raises(ClosedError, match="this protection domain is closed"):
+        _ = domain.pointer
+    assert "closed" in repr(domain)
+    context.close()
+
+
+def test_object_that_is_dropped_warns_and_is_destroyed(library: FakeLibrary) -> None:
+    context = open_first(library)
+    domain = context.alloc_pd()
+    gone = weakref.ref(domain)
+
+    with pytest.warns(ResourceWarning, match="protection domain .* was never closed"):
+        del domain
+        gc.collect()
+
+    assert gone() is None
+    assert "pd" not in str(library.leaks)
+    context.close()
+    assert not library.leaks
+
+
+def test_child_keeps_its_parents_alive(library: FakeLibrary) -> None:
+    domain = open_first(library).alloc_pd()
+    gc.collect()
+
+    assert not domain.context.is_closed
+    domain.context.close()
+    assert domain.is_closed
+
+
+def test_refused_destroy_keeps_the_object_and_may_be_repeated(library: FakeLibrary) -> None:
+    context = open_first(library)
+    domain = context.alloc_pd()
+    library.fail("ibv_dealloc_pd", errno.EBUSY, nth=1)
+
+    with pytest.raises(VerbsError, match=r"ibv_dealloc_pd .*EBUSY") as caught:
+        domain.close()
+    assert caught.value.errno == errno.EBUSY
+    assert not domain.is_closed
+
+    domain.close()
+    context.close()
+    assert not library.leaks
+
+
+def test_with_statement_closes(library: FakeLibrary) -> None:
+    with open_first(library) as context, context.alloc_pd() as domain:
+        assert domain in context.children
+
+    assert context.is_closed
+    assert not library.leaks
