@@ -1,7 +1,7 @@
 """The control plane's sockets: one listener for control and data connections, and the way to a peer's.
 
-The first bytes of an accepted connection decide what it is. Nobody who connects can hold up others: the listener only
-accepts, each connection has a deadline until it has shown what it wants, and half a frame is just not yet a frame.
+The first bytes of an accepted connection decide what it is. Nobody who connects can hold up others: each connection has
+a deadline until it has shown what it wants, and half a frame is just not yet a frame. Who accepts: `acceptor.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from kvxfer.acceptor import Acceptor, resolve
 from kvxfer.addresses import HostPort, format_host_port
 from kvxfer.config import EngineConfig
 from kvxfer.errors import (
-    ConfigError,
     KvxferError,
     PeerClosedError,
     PeerRefusedError,
@@ -32,20 +32,20 @@ from kvxfer.session import Session
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.tcp import tune
 
-__all__ = ["Listener", "ListenerOwner", "connect", "dial_data"]
+__all__ = ["Dialect", "Listener", "ListenerOwner", "connect", "dial_data", "resolve"]
 
 FIRST_NBYTES = len(MAGIC) + 8
 """The magic and one frame header: enough to tell a control connection from a data connection."""
 KIND_AT = len(MAGIC) + 4
 RETRY_ERRNOS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.ECONNRESET})
 """What a peer that is starting, or a flapping link, looks like: tried again until the deadline."""
-BACKLOG = 1024
 
 
 class ListenerOwner(Protocol):
     """What the listener asks of the engine; called in the loop's thread."""
 
     generation: str
+    dialect: Dialect | None
 
     def accept_control(self, connection: socket.socket, label: str) -> Session:
         """Return a session for a new control connection; raises KvxferError to refuse it."""
@@ -55,52 +55,52 @@ class ListenerOwner(Protocol):
         told. Raises KvxferError to refuse it."""
 
 
+class Dialect(Protocol):
+    """Another protocol on the engine's port; called in the loop's thread."""
+
+    def may_begin_with(self, data: bytes) -> bool:
+        """Whether these first bytes may be its beginning; from `head_nbytes` on a certain answer."""
+
+    @property
+    def head_nbytes(self) -> int:
+        """How many bytes it takes to be sure; no more than a frame of kvxfer's has at least."""
+
+    def accept(self, connection: socket.socket, label: str, data: bytes) -> None:
+        """Serve a connection that began with `data`."""
+
+    def close(self) -> None:
+        """The engine is being closed; from any thread."""
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors only."""
+
+
 class Listener:
-    """The listening socket of an engine, bound from the start: no port is ever probed and then taken again."""
+    """The listening socket of an engine, and the connections that have not yet shown what they want."""
 
     def __init__(self, config: EngineConfig, loop: Loop, owner: ListenerOwner) -> None:
         self._config = config
         self._loop = loop
         self._owner = owner
         self._arrivals: set[_Arrival] = set()
-        self._paused = False
-        self._socket = _bind(config)
-        self._socket.setblocking(False)
-        self.port: int = self._socket.getsockname()[1]
-        self.family = self._socket.family
+        self._acceptor = Acceptor(config, config.port, loop, self._arrive)
+        self.port = self._acceptor.port
+        self.family = self._acceptor.family
 
     def start(self) -> None:
         """Begin to accept; from any thread."""
-        self._loop.call_soon(lambda: self._loop.add(self))
+        self._acceptor.start()
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    @property
+    def dialect(self) -> Dialect | None:
+        """The other protocol that is answered here."""
+        return self._owner.dialect
 
-    def ready(self, events: int, now: float) -> bool:
-        for _ in range(64):  # then others have their turn
-            try:
-                connection, address = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                break
-            except OSError as exc:  # EMFILE, ENFILE, ENOMEM: try again later instead of spinning
-                get_logger(__name__).error("listener.accept_failed", error=exc.strerror, port=self.port)
-                self._loop.remove(self)
-                self._paused = True
-                self._loop.call_at(now + 0.2, self)
-                break
-            arrival = _Arrival(connection, format_host_port(*address[:2]), self)
-            self._arrivals.add(arrival)
-            self._loop.add(arrival)
-            self._loop.call_at(now + self._config.handshake_timeout_s, arrival)
-        return True
-
-    def timer(self, now: float) -> None:
-        if self._paused and self._socket.fileno() >= 0:
-            self._paused = False
-            self._loop.add(self)
-
-    def failed(self, error: BaseException) -> None:
-        self.close()
+    def _arrive(self, connection: socket.socket, label: str, now: float) -> None:
+        arrival = _Arrival(connection, label, self)
+        self._arrivals.add(arrival)
+        self._loop.add(arrival)
+        self._loop.call_at(now + self._config.handshake_timeout_s, arrival)
 
     def sort_out(self, arrival: _Arrival, data: bytes) -> None:
         """Give a connection that has shown what it is to who serves it."""
@@ -137,16 +137,16 @@ class Listener:
 
     def close(self) -> None:
         """Stop accepting and drop who has not said what it wants; in the loop's thread, or after its end."""
-        self._loop.remove(self)
-        self._socket.close()
+        self._acceptor.close()
         for arrival in list(self._arrivals):
             arrival.close()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors only."""
-        for one in (self._socket, *(arrival.connection for arrival in self._arrivals)):
+        self._acceptor.abandon()
+        for arrival in self._arrivals:
             with contextlib.suppress(OSError):
-                os.close(one.detach())
+                os.close(arrival.connection.detach())
 
     def _attach(self, data: bytes) -> tuple[bytes, Callable[[socket.socket], None] | None]:
         try:
@@ -178,7 +178,6 @@ class _Arrival:
     """An accepted connection that has not yet shown what it wants."""
 
     def __init__(self, connection: socket.socket, label: str, listener: Listener) -> None:
-        connection.setblocking(False)
         self.connection = connection
         self.label = label
         self._listener = listener
@@ -198,6 +197,8 @@ class _Arrival:
             data = b""
         self._data += data
         magic = self._data[: len(MAGIC)]
+        if data and self._is_dialect():
+            return True
         if not data or magic != MAGIC[: len(magic)]:
             if data:
                 error = {"code": "RemoteProtocolError", "message": "this is a kvxfer port", "remedy": ""}
@@ -214,6 +215,15 @@ class _Arrival:
                 self._needed += body_nbytes
             else:
                 self._listener.sort_out(self, self._data)
+        return True
+
+    def _is_dialect(self) -> bool:
+        """Whether this may be somebody who speaks the other protocol; it is served there once that is certain."""
+        dialect = self._listener.dialect
+        if dialect is None or not dialect.may_begin_with(self._data):
+            return False
+        if len(self._data) >= dialect.head_nbytes:
+            dialect.accept(self.hand_off(), self.label, self._data)
         return True
 
     def timer(self, now: float) -> None:
@@ -341,56 +351,3 @@ def _read(connection: socket.socket, nbytes: int, label: str, deadline: float) -
             raise PeerClosedError(f"{label} closed a new data connection.", peer=label)
         data += part
     return data
-
-
-def resolve(target: HostPort, *, passive: bool) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """Return the addresses of a name. A literal is taken as a literal, whatever the resolver thinks of this host's
-    interfaces."""
-    flags = socket.AI_PASSIVE if passive else 0
-    for extra in (socket.AI_NUMERICHOST, 0):
-        try:
-            return socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM, flags=flags | extra)  # type: ignore[return-value]
-        except socket.gaierror as exc:
-            last = exc
-    label = format_host_port(target.host, target.port)
-    message = f"the host name {target.host!r} does not resolve: {last.strerror}."
-    remedy = "Check the spelling, /etc/hosts and DNS, or use the IP address."
-    if passive:
-        raise ConfigError(message, remedy=remedy, setting="host", value=target.host)
-    raise PeerUnreachableError(message, remedy=remedy, peer=label)
-
-
-def _bind(config: EngineConfig) -> socket.socket:
-    target = HostPort(config.host, config.port)
-    last: OSError | None = None
-    for family, kind, protocol, _, address in resolve(target, passive=True):
-        listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-        try:
-            if config.port:  # a restarted engine takes its old port although old connections linger
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if config.host == "::" else 1)
-            tune(listener, config, listening=True)
-            listener.bind(address)
-            # After a bind to port 0, so that no port is chosen that another engine has bound and does not listen on
-            # yet. The connections inherit it; without it a restart on the same port would find it in use.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.listen(BACKLOG)
-            return listener
-        except OSError as exc:
-            listener.close()
-            last = exc
-    assert last is not None
-    remedies = {
-        errno.EADDRINUSE: "Another process listens on that port: choose another, or 0 for any free one.",
-        errno.EADDRNOTAVAIL: "This host has no interface with that address: see `ip addr`, or use 0.0.0.0.",
-        errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one.",
-    }
-    raise ConfigError(
-        f"listening on {format_host_port(config.host, config.port)} failed: {last.strerror}.",
-        remedy=remedies.get(last.errno or 0, "Choose another host or port."),
-        setting="port",
-        host=config.host,
-        port=config.port,
-        errno=last.errno,
-    ) from last

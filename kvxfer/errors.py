@@ -36,6 +36,10 @@ KvxferError
 │  ├─ PeerRefusedError                it said no, in its own words (.code)
 │  ├─ AuthenticationError             the pre-shared keys differ, or only one side has one
 │  └─ HandshakeTimeoutError           it did not finish the handshake in time
+├─ DirectoryError                     a metadata server is the reason (.server)
+│  ├─ DirectoryUnreachableError       it cannot be reached, or did not answer in time
+│  ├─ DirectoryAnswerError            it answered with something else than metadata, or said no
+│  └─ SegmentNotFoundError            it knows no segment of that name (.segment)
 └─ TransferError                      a batch failed; not one byte more is written (.rows, .nbytes_done)
    ├─ TransferTimeoutError            its deadline passed
    ├─ TransferCancelledError          the caller cancelled it
@@ -49,6 +53,7 @@ a change to the program. All of them survive pickling.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -61,6 +66,9 @@ __all__ = [
     "ConfigError",
     "DeviceNotFoundError",
     "DeviceUnusableError",
+    "DirectoryAnswerError",
+    "DirectoryError",
+    "DirectoryUnreachableError",
     "ForkedError",
     "HandshakeTimeoutError",
     "KvxferError",
@@ -80,6 +88,7 @@ __all__ = [
     "RegistrationError",
     "RemoteAccessError",
     "RemoteProtocolError",
+    "SegmentNotFoundError",
     "TransferCancelledError",
     "TransferError",
     "TransferTimeoutError",
@@ -252,6 +261,11 @@ class PostError(VerbsError):
 
     posted_count: int = 0
 
+    @property
+    def is_for_want_of_room(self) -> bool:
+        """Whether the queue was full: the same request is taken once others have completed."""
+        return self.values.get("errno") in (errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)
+
 
 class ProtocolError(KvxferError):
     """The control or data protocol was broken."""
@@ -299,6 +313,29 @@ class AuthenticationError(PeerError):
 
 class HandshakeTimeoutError(PeerError):
     """The peer did not finish the handshake in time."""
+
+
+class DirectoryError(KvxferError):
+    """A metadata server is the reason: peers could not be found there, or this process not be published."""
+
+    server: str = ""
+
+
+class DirectoryUnreachableError(DirectoryError):
+    """The metadata server cannot be reached, or did not answer in time."""
+
+    retryable = True
+
+
+class DirectoryAnswerError(DirectoryError):
+    """The metadata server refused the request, or answered with something that is no metadata."""
+
+
+class SegmentNotFoundError(DirectoryError):
+    """The metadata server knows no segment of that name."""
+
+    segment: str = ""
+    retryable = True
 
 
 class TransferError(KvxferError):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.config import EngineConfig
+from kvxfer.control import Dialect
 from kvxfer.errors import (
     KvxferError,
     PeerRefusedError,
@@ -67,6 +68,8 @@ class PeerService:
         self.generation = generation
         self.name = ""
         self.address = ""
+        self.dialect: Dialect | None = None
+        """The other protocol that is answered on the engine's port."""
         self.transports: dict[str, Transport] = {}
         self.refusals: dict[str, Probe] = {}
         """Wanted transports that do not work here, and what their probes said."""
@@ -96,6 +99,8 @@ class PeerService:
         with self._lock:
             self._closed = True
             sessions = list(self._sessions.values())
+        if self.dialect is not None:
+            self.dialect.close()
         for session in sessions:
             session.close("engine closed")
         with self._notified:
@@ -103,6 +108,8 @@ class PeerService:
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors only."""
+        if self.dialect is not None:
+            self.dialect.abandon()
         for session in self._sessions.values():
             session.abandon()
 

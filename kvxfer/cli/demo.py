@@ -47,7 +47,7 @@ LANES = {
 """Row of the table -> transport, kind of memory."""
 GROUPS = (("shm", "tcp"), ("rdma",))
 """Transports that share two engines. rdma has its own, so that memory a device refuses fails no other row."""
-HERE = {"host": "127.0.0.1", "port": 0}
+HERE: dict[str, Any] = {"host": "127.0.0.1", "port": 0}
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """`kvxfer doctor`: what this machine lets kvxfer do, what keeps it from doing more, and what to do about that.
 
-The checks themselves are in `checks_system.py`, `checks_network.py` and `checks_rdma.py`; this file puts them in order,
-runs them and shows the answers. The remedies are those of the exceptions: most come from the same function.
+The checks themselves are in `checks_system.py`, `checks_network.py`, `checks_rdma.py` and `checks_peer.py`; this file
+puts them in order, runs them and shows the answers. The remedies are those of the exceptions: most come from the same
+function.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from functools import partial
 from kvxfer import __version__
 from kvxfer.cli.check import Check, CheckFunction, Machine
 from kvxfer.cli.checks_network import NETWORK_CHECKS, transport_checks
+from kvxfer.cli.checks_peer import peer_checks
 from kvxfer.cli.checks_rdma import rdma_checks
 from kvxfer.cli.checks_system import SYSTEM_CHECKS
 from kvxfer.cli.environment import load_config
-from kvxfer.cli.keys import key_settings
-from kvxfer.cli.table import Style, format_size, wrap
-from kvxfer.errors import KvxferError, TransportUnavailableError
+from kvxfer.cli.table import Style, wrap
+from kvxfer.errors import KvxferError
 
 __all__ = ["run", "run_checks"]
 
@@ -39,7 +40,7 @@ def run(arguments: Namespace) -> int:
         print(style.paint(f"kvxfer {__version__} doctor", "bold"))
     sections = list(SECTIONS)
     if arguments.peer is not None:
-        sections.append(("peer", partial(_peer_section, peer=arguments.peer, key_env=arguments.key_env)))
+        sections.append(("peer", partial(peer_checks, peer=arguments.peer, key_env=arguments.key_env)))
     for title, section in sections:
         if not arguments.json:
             print(f"\n{style.paint(title, 'bold')}")
@@ -81,26 +82,6 @@ SECTIONS: tuple[Section, ...] = (
     ("transports", _transport_section),
     ("rdma", _rdma_section),
 )
-
-
-def _peer_section(machine: Machine, *, peer: str, key_env: str | None) -> Iterator[Check]:
-    """Open the peer as a program would, and say what carries and why the others do not."""
-    del machine
-    import kvxfer
-
-    try:
-        with kvxfer.TransferEngine(port=0, **key_settings(key_env)) as engine:
-            segment = engine.open_segment(peer)
-            held = format_size(sum(region.nbytes for region in segment.regions))
-            yield Check("peer", "ok", f"{peer} answers; {segment.transport} carries; it offers {held}")
-            for transport, reason in segment.passed_over.items():
-                yield Check(f"peer {transport}", "ok", f"passed over: {reason}")
-    except TransportUnavailableError as error:
-        yield Check("peer", "fail", error.message, error.remedy)
-        for transport, reason in error.reasons.items():
-            yield Check(f"peer {transport}", "fail", f"passed over: {reason}")
-    except KvxferError as error:
-        yield Check("peer", "fail", error.message, error.remedy)
 
 
 def _with_problem(found: Iterator[Check], problem: KvxferError) -> Iterator[Check]:

@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ LOOK_S = 0.1
 """How often it is looked whether an answer is there."""
 GRACE_S = 10.0
 """How long an answer may take beyond the time that its engine was given: the last trials end by their own time-outs."""
+ASKED_AT_ONCE = 16
 ANSWER_NBYTES_MAX = 64 << 20
 
 
@@ -119,7 +121,7 @@ def read_hosts(file: Path) -> list[str]:
         if address in found:
             raise UsageError(f"{file}, line {number}: {address} is there twice.", remedy="Name each engine once.")
         found.append(address)
-    if len(found) < 2:  # noqa: PLR2004  a mesh has two ends
+    if len(found) < 2:
         raise UsageError(
             f"{file} names {len(found) or 'no'} engine{'' if len(found) == 1 else 's'}; a mesh has two at least.",
             remedy="Start `kvxfer serve --host 0.0.0.0` on each host and write the addresses that they print into it.",
@@ -133,30 +135,34 @@ def measure(
     """Have every engine that acts try its rails to all others; return what is known of each, in order."""
     deadline = time.monotonic() + timeout_s
     hosts = [MeshHost(address) for address in addresses]
-    asked: list[tuple[MeshHost, Segment, str]] = []
-    for at, host in enumerate(hosts):
+
+    def ask(host: MeshHost) -> tuple[Segment, str] | None:
         progress.step(f"asking {host.address}")
-        others = [*addresses[at + 1 :], *addresses[:at]]  # each begins with another one
+        at = addresses.index(host.address)
+        others = (*addresses[at + 1 :], *addresses[:at])  # each begins with another one
         try:
             segment = engine.open_segment(host.address, transports=CONTROL)
             offer = segment.offer_of("rdma")
             if offer is not None:
                 host.ports = tuple(f"{port.device}:{port.port}" for _, port in read_card(offer, host.address))
             if find_pool(segment) is None:
-                continue
-            request = MeshRequest(
-                os.urandom(8).hex(), tuple(others), Share(at, len(addresses)), parallel, max(0.1, timeout_s)
-            )
+                return None
+            request = MeshRequest(os.urandom(8).hex(), others, Share(at, len(addresses)), parallel, timeout_s)
             _send(engine, segment, request)
         except KvxferError as error:
             host.error, host.remedy = error.message, error.remedy
-        else:
-            host.acts = True
-            asked.append((host, segment, request.id))
-    for host, segment, request_id in asked:
+            return None
+        host.acts = True
+        return segment, request.id
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as askers:  # one that is not there costs a time-out
+        asked = list(askers.map(ask, hosts))
+    for host, question in zip(hosts, asked, strict=True):
+        if question is None:
+            continue
         progress.step(f"waiting for {host.address}")
         try:
-            _take_answer(host, _wait_for_answer(engine, segment, request_id, deadline + GRACE_S))
+            _take_answer(host, _wait_for_answer(engine, *question, deadline + GRACE_S))
         except KvxferError as error:
             host.error, host.remedy = error.message, error.remedy
     return hosts
@@ -221,15 +227,11 @@ def find_problems(hosts: Sequence[MeshHost]) -> list[tuple[str, str]]:
                 continue
             broken = [rail for rail in target.rails if rail.status in ("failed", "not tried")]
             found += [(f"{where}, {one.local} to {one.remote}: {one.reason}", one.remedy) for one in broken]
-            if not broken and not any(_is_working(rail) for rail in target.rails):
+            if not broken and not any(rail.is_working for rail in target.rails):
                 reasons = "; ".join(_unique(rail.reason for rail in target.rails)) or "one of them offers no port"
                 remedy = "Give their ports addresses in common subnets, or routes; `kvxfer devices` shows them."
                 found.append((f"{where}: not one rail: {reasons}", remedy))
     return found
-
-
-def _is_working(rail: RailReport) -> bool:
-    return rail.status in ("ok", "lowered")
 
 
 def _unique(texts: Iterable[str]) -> list[str]:

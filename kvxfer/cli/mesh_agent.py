@@ -1,4 +1,4 @@
-"""What `kvxfer serve` does for `kvxfer mesh`: try the rails from here to other engines, and keep the answer for the asker.
+"""What `kvxfer serve` does for `kvxfer mesh`: try the rails from here to other engines, and keep the answer for it.
 
 A request comes as a notification; the answer is a region named after the request, which the asker reads. So the one
 who asks needs no way back to it, and nothing new is in the protocol. Requests are dealt with one after the other.
@@ -122,7 +122,7 @@ class MeshAgent:
     def __init__(self, engine: TransferEngine, tell: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
         self._engine = engine
         self._tell = tell
-        self._requests: queue.SimpleQueue[tuple[MeshRequest, float] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[MeshRequest, str, float] | None] = queue.SimpleQueue()
         self._answers: deque[tuple[Region, bytearray]] = deque()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvxfer-mesh", daemon=True)
@@ -138,7 +138,7 @@ class MeshAgent:
         if request is None:
             return False
         self._tell({"event": "mesh.asked", "peer": peer, "targets": len(request.targets)})
-        self._requests.put((request, time.monotonic() + request.timeout_s))
+        self._requests.put((request, peer, time.monotonic() + request.timeout_s))
         return True
 
     def close(self) -> None:
@@ -148,16 +148,18 @@ class MeshAgent:
 
     def _run(self) -> None:
         while (item := self._requests.get()) is not None and not self._is_closed:
-            request, deadline = item
+            request, peer, deadline = item
             targets = [self._try(target, request, deadline) for target in request.targets]
             statuses = [rail.status for target in targets for rail in target.rails]
             try:
                 self._keep(request.id, targets)
             except KvxferError as error:  # closed meanwhile
-                self._tell({"event": "mesh.refused", "reason": error.message})
+                self._tell({"event": "mesh.refused", "peer": peer, "reason": error.message})
                 continue
             counts = {name: statuses.count(name) for name in ("ok", "lowered", "no path", "failed", "not tried")}
-            self._tell({"event": "mesh.answered", **{name: count for name, count in counts.items() if count}})
+            self._tell(
+                {"event": "mesh.answered", "peer": peer, **{name: count for name, count in counts.items() if count}}
+            )
 
     def _try(self, target: str, request: MeshRequest, deadline: float) -> TargetReport:
         try:
@@ -171,6 +173,8 @@ class MeshAgent:
             )
         except KvxferError as error:
             return TargetReport(target, error=error.message, remedy=error.remedy)
+        except Exception as exc:  # a bug: who asked must not wait for nothing
+            return TargetReport(target, error=f"this end failed: {exc!r}.", remedy="Please report it.")
         return TargetReport(target, tuple(rails))
 
     def _keep(self, request_id: str, targets: list[TargetReport]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvxfer import __version__
 from kvxfer.cli.rail_check import RailReport
 from kvxfer.cli.table import Align, Style, draw_table, format_gbps, wrap
+from kvxfer.verbs.port import NOT_WANTED
 
 if TYPE_CHECKING:
     from kvxfer.cli.mesh import MeshHost
@@ -21,12 +22,13 @@ __all__ = ["draw_mesh", "draw_rails", "mark_of"]
 LISTED_MAX = 40
 """Up to so many rails each has a line; of more, those that work as planned are summed up."""
 PROBLEMS_SHOWN_MAX = 20
+REASONS_SHOWN_MAX = 4
 MARKS = {
-    "ok": ("ok", "works"),
-    "lowered": ("warn", "works with lower attributes"),
-    "failed": ("fail", "does not work"),
-    "not tried": ("fail", "was not tried"),
-    "no path": ("off", "no path, and none is meant"),
+    "ok": ("ok", "work"),
+    "lowered": ("warn", "work with lower attributes"),
+    "failed": ("fail", "failed"),
+    "not tried": ("fail", "not tried"),
+    "no path": ("off", "without a path"),
 }
 UNKNOWN = "?"
 
@@ -42,6 +44,7 @@ def draw_mesh(hosts: Sequence[MeshHost], problems: Sequence[tuple[str, str]], st
         parts += [
             style.paint(wrap(f"! {host.address} does not use {port}: {why}", style, indent=""), "yellow")
             for port, why in host.unused.items()
+            if why != NOT_WANTED
         ]
     shown = [one for one in found if one[2].status != "no path"]
     if len(shown) > LISTED_MAX:
@@ -49,15 +52,12 @@ def draw_mesh(hosts: Sequence[MeshHost], problems: Sequence[tuple[str, str]], st
         shown = [one for one in shown if one[2].status == "lowered"]
     if shown:
         parts += ["", draw_rails(shown, style)]
-    no_path: dict[str, int] = {}
-    for _, _, rail in found:
-        if rail.status == "no path":
-            no_path[rail.reason] = no_path.get(rail.reason, 0) + 1
-    if no_path:
-        parts += ["", style.paint("no path", "bold")]
-        told = list(no_path.items())
-        parts += [wrap(f"{count} rail{'s' if count > 1 else ''}: {reason}", style) for reason, count in told[:8]]
-        parts += [f"  ... and {len(told) - 8} more reasons; --json has all"] if len(told) > 8 else []  # noqa: PLR2004
+    reasons = list(dict.fromkeys(rail.reason for _, _, rail in found if rail.status == "no path"))
+    if reasons:
+        parts += ["", style.paint("without a path", "bold")]
+        parts += [wrap(reason, style) for reason in reasons[:REASONS_SHOWN_MAX]]
+        hidden = len(reasons) - REASONS_SHOWN_MAX
+        parts += [f"  ... and {hidden} more such reasons; --json has all"] if hidden > 0 else []
     parts += ["", _draw_problems(problems, style)]
     return "\n".join(parts)
 
@@ -69,10 +69,10 @@ def draw_rails(rails: Sequence[tuple[str, str, RailReport]], style: Style) -> st
     rows: list[list[str]] = []
     for source, target, rail in rails:
         cells = [mark_of(rail, style), f"{source} {rail.local}", f"{target} {rail.remote}"]
-        if rail.status in ("ok", "lowered"):
+        if rail.is_working:
             rates = [format_gbps(rail.write_gbps), format_gbps(rail.read_gbps)] if rail.nbytes else ["-", "-"]
             rows.append([*cells, str(rail.path_mtu), str(rail.read_depth), *rates, rail.gids])
-            rows += [[style.paint(f"     {attempt}", "yellow")] for attempt in rail.attempts if " -> " in attempt]
+            rows += [[style.paint(f"     lowered: {rail.lowered}", "yellow")]] if rail.lowered else []
         else:
             rows.append([*cells, "-", "-", "-", "-", rail.status])
     return draw_table(header, rows, align, style)
@@ -90,7 +90,7 @@ def _draw_matrix(hosts: Sequence[MeshHost], style: Style) -> str:
         return "no engine offers an RDMA port"
     number_width = len(str(len(numbered)))
     labels = [f"{at:>{number_width}} {host.address} {port}" for at, (host, port) in enumerate(numbered, 1)]
-    label_width = max(map(len, [*labels, "from \\ to"]))
+    label_width = max(map(len, [*labels, "from / to"]))
     header = " ".join(
         ("| " if _is_first(numbered, at) else "") + f"{at + 1:>{number_width}}" for at in range(len(numbered))
     )
@@ -135,7 +135,7 @@ def _draw_sums(hosts: Sequence[MeshHost], style: Style) -> str:
     rows = []
     for host in hosts:
         for target in host.targets:
-            good = [rail for rail in target.rails if rail.status in ("ok", "lowered")]
+            good = [rail for rail in target.rails if rail.is_working]
             tried = [rail for rail in target.rails if rail.status != "no path"]
             moved = [rail for rail in good if rail.nbytes]
             rows.append(
@@ -168,7 +168,10 @@ def _draw_problems(problems: Sequence[tuple[str, str]], style: Style) -> str:
         remedies.setdefault(remedy, []).append(what)
     lines = [style.paint(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}", "red", "bold")]
     for remedy, whats in remedies.items():
-        lines += [wrap(f"{style.mark('fail') if not style.colour else 'x'} {what}", style) for what in whats[:PROBLEMS_SHOWN_MAX]]
+        lines += [
+            wrap(f"{style.mark('fail') if not style.colour else 'x'} {what}", style)
+            for what in whats[:PROBLEMS_SHOWN_MAX]
+        ]
         if len(whats) > PROBLEMS_SHOWN_MAX:
             lines.append(f"  ... and {len(whats) - PROBLEMS_SHOWN_MAX} more; --json has all")
         lines += [style.paint(wrap(remedy, style, indent="    "), "yellow")] if remedy else []

@@ -19,12 +19,15 @@ import numpy as np
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, PeerRefusedError, TransportUnavailableError, UnsupportedError
 from kvxfer.transports.rdma import RdmaTransport, read_card
+from kvxfer.transports.rdma_connect import best_attributes
+from kvxfer.transports.rdma_pairing import pair_rails
 from kvxfer.types import Rights
 from kvxfer.verbs.port_offer import PortOffer
 
 if TYPE_CHECKING:
     from kvxfer.engine import TransferEngine
     from kvxfer.segment import Segment
+    from kvxfer.transports.rdma_ladder import QueuePairAttributes
     from kvxfer.types import RegionDescriptor
 
 __all__ = ["CONTROL", "REGION_NAME", "RailReport", "Share", "Status", "check_rails", "find_pool"]
@@ -46,8 +49,8 @@ Status = Literal["ok", "lowered", "no path", "failed", "not tried"]
 class RailReport:
     """What became of one rail.
 
-    status: "lowered" where a device refused attributes and lower ones worked, "no path" where the two ports cannot
-    reach each other and are not meant to, "not tried" where the time was over.
+    status: "lowered" where it works with less than both devices say they can do, "no path" where the two ports cannot
+    reach each other and are not meant to, "not tried" where the time was over. lowered: which attributes, to what.
     nbytes: that were written, read back and compared; 0 where the peer offers no memory for that.
     gbps: 10^9 bytes a second, the best of a few small batches: an order of magnitude, no benchmark.
     """
@@ -57,14 +60,28 @@ class RailReport:
     status: Status
     reason: str = ""
     remedy: str = ""
-    gids: str = ""
+    local_gid: str = ""
+    remote_gid: str = ""
     path_mtu: int = 0
     read_depth: int = 0
+    lowered: str = ""
     attempts: tuple[str, ...] = ()
     connect_ms: float = 0.0
     nbytes: int = 0
     write_gbps: float = 0.0
     read_gbps: float = 0.0
+
+    @property
+    def gids(self) -> str:
+        """The pair of addresses, for a person; "" on InfiniBand without a GID."""
+        if not self.local_gid:
+            return ""
+        return f"{self.local_gid.partition(' ')[0]} to {self.remote_gid.partition(' ')[0]}"
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it carries data."""
+        return self.status in ("ok", "lowered")
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -74,7 +91,7 @@ class RailReport:
     def from_json(cls, obj: Mapping[str, Any]) -> RailReport:
         """Return a report that another process made; raises ValueError where it is none."""
         try:
-            values = {one.name: type(one.default)(obj[one.name]) for one in fields(cls) if one.name in _PLAIN}
+            values: dict[str, Any] = {name: kind(obj[name]) for name, kind in _PLAIN.items()}
             attempts = tuple(str(one) for one in obj["attempts"])
             status = obj["status"]
             if status not in ("ok", "lowered", "no path", "failed", "not tried"):
@@ -84,7 +101,9 @@ class RailReport:
             raise ValueError(f"it is no report of a rail: {exc!r}") from None
 
 
-_PLAIN = frozenset({one.name for one in fields(RailReport)} - {"local", "remote", "status", "attempts"})
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    one.name: type(one.default) for one in fields(RailReport) if isinstance(one.default, str | int | float)
+}
 
 
 @dataclass(frozen=True)
@@ -135,45 +154,51 @@ def check_rails(
     for at in range(parallel):
         slots.put((share.index * parallel + at) * slot_nbytes)
 
-    def check(local: str, remote: str, no_path: str) -> RailReport:
-        if no_path:
-            return RailReport(local, remote, "no path", no_path)
+    def check(pair: _Pair) -> RailReport:
+        if pair.no_path:
+            return RailReport(pair.local, pair.remote, "no path", pair.no_path)
         if is_stopped() or time.monotonic() >= deadline:
-            return RailReport(local, remote, "not tried", "the time was over before its turn came")
+            return RailReport(pair.local, pair.remote, "not tried", "the time was over before its turn came")
         slot = slots.get()
         try:
-            return _Trial(engine.config, address, local, remote, deadline).run(slot, slot_nbytes)
+            return _Trial(engine.config, address, pair, deadline).run(slot, slot_nbytes)
         finally:
             slots.put(slot)
 
-    pairs = list(_pairs(transport, offers, engine.config, address))
+    pairs = list(_find_pairs(transport, offers, engine.config, address))
     with ThreadPoolExecutor(parallel, thread_name_prefix="kvxfer-rail") as workers:
-        return list(workers.map(lambda pair: check(*pair), pairs))
+        return list(workers.map(check, pairs))
 
 
-def _pairs(
+@dataclass(frozen=True)
+class _Pair:
+    """A port here and one there. best: what they say they can do together. no_path: why there is none, or ""."""
+
+    local: str
+    remote: str
+    best: QueuePairAttributes
+    no_path: str = ""
+
+
+def _find_pairs(
     transport: RdmaTransport, offers: list[tuple[str, PortOffer]], config: EngineConfig, peer: str
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (local port, remote port, why there is no path or "") for each two ports."""
-    from kvxfer.transports.rdma_pairing import pair_rails
-
+) -> Iterator[_Pair]:
     for nic in transport.nics:
         for kind, offer in offers:
             problem = ""
             try:
-                pair_rails([nic], [(kind, offer)], config, peer)
+                pair_rails([nic], [(kind, offer)], peer)
             except UnsupportedError as error:
                 problem = next(iter(error.values.get("reasons", {}).values()), error.message)
-            yield nic.name, f"{offer.device}:{offer.port}", problem
+            yield _Pair(nic.name, f"{offer.device}:{offer.port}", best_attributes(nic, offer, config), problem)
 
 
 class _Trial:
     """One rail, tried by an engine that has no other."""
 
-    def __init__(self, config: EngineConfig, address: str, local: str, remote: str, deadline: float) -> None:
+    def __init__(self, config: EngineConfig, address: str, pair: _Pair, deadline: float) -> None:
         self._address = address
-        self._local = local
-        self._remote = remote
+        self._pair = pair
         self._deadline = deadline
         own = {row.name: getattr(config, row.name) for row in EngineConfig.settings()}
         self._settings = own | {
@@ -181,8 +206,8 @@ class _Trial:
             "port": 0,
             "advertise_host": None,
             "transports": ("rdma",),
-            "rdma_devices": local,
-            "rdma_peer_devices": remote,
+            "rdma_devices": pair.local,
+            "rdma_peer_devices": pair.remote,
             "connect_timeout_s": min(config.connect_timeout_s, self._left_s()),
         }
 
@@ -197,16 +222,19 @@ class _Trial:
                 segment = engine.open_segment(self._address)
                 facts["connect_ms"] = round((time.monotonic() - started) * 1e3, 2)
                 (rail,) = segment.describe()["rdma"]["rails"]
-                attributes = rail["attributes"]
-                facts |= {"gids": rail["gids"], "attempts": tuple(rail["attempts"])}
+                attributes, best = rail["attributes"], self._pair.best.to_json()
+                facts |= {name: rail[name] for name in ("local_gid", "remote_gid")}
+                facts["attempts"] = tuple(rail["attempts"])
+                facts["lowered"] = ", ".join(
+                    f"{name} {best[name]} -> {value}" for name, value in attributes.items() if value != best[name]
+                )
                 facts |= {"path_mtu": attributes["path_mtu"], "read_depth": attributes["read_depth"]}
                 if slot_nbytes:
                     facts |= self._move(engine, segment, slot, slot_nbytes)
         except KvxferError as error:
             reason = error.values.get("reasons", {}).get("rdma", error.message)
-            return RailReport(self._local, self._remote, "failed", reason, error.remedy, **facts)
-        is_lowered = any(" -> " in attempt for attempt in facts["attempts"])
-        return RailReport(self._local, self._remote, "lowered" if is_lowered else "ok", **facts)
+            return RailReport(self._pair.local, self._pair.remote, "failed", reason, error.remedy, **facts)
+        return RailReport(self._pair.local, self._pair.remote, "lowered" if facts["lowered"] else "ok", **facts)
 
     def _move(self, engine: TransferEngine, segment: Segment, slot: int, nbytes: int) -> dict[str, Any]:
         """Write a pattern, read it back, compare, and time both. Raises what went wrong."""
@@ -235,7 +263,7 @@ class _Trial:
         wrong = int((sent[:moved] != received[:moved]).sum())
         if wrong:
             raise PeerRefusedError(
-                f"{wrong} of {moved} bytes that were written over {self._local} to {self._remote} came back different.",
+                f"{wrong} of {moved} bytes that were written over {self._pair.local} to {self._pair.remote} came back different.",
                 remedy="Does anything else write to that memory, another mesh or a bench? If not, the device or kvxfer "
                 "is at fault: please report it.",
                 peer=self._address,

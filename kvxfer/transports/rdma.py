@@ -1,17 +1,25 @@
 """RDMA: one RC queue pair for each rail to a peer, one-sided reads and writes by the devices.
 
 `RdmaTransport` owns the open ports, the registrations and the answering side; an endpoint holds the rails to one peer.
-libibverbs is opened by `probe`, never at import. Read next: `rdma_endpoint.py` (a batch's way), `rdma_rail.py` (how a
-connection is made), docs/rdma.md (what an operator sees).
+libibverbs is opened by `probe`, never at import. Read next: `rdma_endpoint.py` (a batch's way), `rdma_connect.py` (how
+a connection is made), docs/rdma.md (what an operator sees).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
-from kvxfer.errors import KvxferError, RegistrationError, RemoteProtocolError, TransportUnavailableError, VerbsUnavailableError
+from kvxfer.errors import (
+    KvxferError,
+    RegistrationError,
+    RemoteProtocolError,
+    TransportUnavailableError,
+    VerbsUnavailableError,
+)
 from kvxfer.log import get_logger
 from kvxfer.transports.base import Endpoint, PeerLink, Transport
 from kvxfer.types import Probe, Rights
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
     from kvxfer.memory.registration import Registration
     from kvxfer.transports.loop import Loop
+    from kvxfer.transports.rdma_endpoint import RdmaEndpoint
     from kvxfer.transports.rdma_nic import Nic, NicSurvey
     from kvxfer.verbs.library import VerbsLibrary
 
@@ -27,6 +36,9 @@ __all__ = ["RdmaTransport", "read_card"]
 
 PORTS_MAX = 64
 """Ports of one peer: more is no card that a kvxfer sends."""
+
+IDLE_TIMEOUT_S = 5.0
+"""How long a step of a queue pair may take, in the kernel, when the engine is closed: it must not lose its device."""
 
 log = get_logger(__name__)
 
@@ -47,6 +59,7 @@ class RdmaTransport(Transport):
         self.nics: tuple[Nic, ...] = survey.nics
         self._registrations: dict[tuple[int, int], Registration] = {}
         self.service = RdmaService(self.nics, config)
+        self._endpoints: WeakSet[RdmaEndpoint] = WeakSet()
         for warning in find_shared_gids([nic.offer() for nic in self.nics]):
             log.warning("rdma.shared_gid", warning=warning)
         self._watchers = [_EventReader(nics) for nics in _by_device(self.nics)]
@@ -114,8 +127,11 @@ class RdmaTransport(Transport):
         from kvxfer.transports.rdma_endpoint import RdmaEndpoint
         from kvxfer.transports.rdma_pairing import pair_rails
 
-        rails = pair_rails(self.nics, read_card(card, link.label), self._config, link.label)
-        return RdmaEndpoint(rails, link, self._config)
+        offers = _keep_wanted(read_card(card, link.label), self._config, link.label)
+        rails = pair_rails(self.nics, offers, link.label)
+        endpoint = RdmaEndpoint(rails, link, self._config)
+        self._endpoints.add(endpoint)
+        return endpoint
 
     def accept(
         self, peer: str, session: str, body: Mapping[str, Any], answer: Callable[[Mapping[str, Any]], bool]
@@ -140,6 +156,10 @@ class RdmaTransport(Transport):
         for registration in self._registrations.values():
             registration.close()
         self._registrations.clear()
+        deadline = time.monotonic() + IDLE_TIMEOUT_S
+        if not all(one.wait_idle(max(0.0, deadline - time.monotonic())) for one in list(self._endpoints)):
+            log.warning("rdma.close_failed", error="a connection is still being made; the devices stay open.")
+            return
         close_nics(self.nics, lambda error: log.warning("rdma.close_failed", error=error.message))
 
 
@@ -187,6 +207,22 @@ def read_card(card: Mapping[str, Any], peer: str) -> list[tuple[str, Any]]:
             raise RemoteProtocolError(f"{peer} offers an RDMA port of no kind.", field="kind")
         found.append((kind, PortOffer.from_json(take_object(port.get("offer"), "offer"))))
     return found
+
+
+def _keep_wanted(offers: list[tuple[str, Any]], config: EngineConfig, peer: str) -> list[tuple[str, Any]]:
+    """Return what the settings allow of a peer's ports. Raises TransportUnavailableError where that is nothing."""
+    wanted = config.rdma_peer_devices
+    if wanted is None or not offers:
+        return offers
+    kept = [one for one in offers if any(item.includes(one[1].device, one[1].port) for item in wanted)]
+    if kept:
+        return kept
+    there = ", ".join(f"{offer.device}:{offer.port}" for _, offer in offers)
+    raise TransportUnavailableError(
+        f"{peer} offers none of the RDMA ports {', '.join(map(str, wanted))}; it offers {there}.",
+        remedy="Correct rdma_peer_devices (KVXFER_RDMA_PEER_DEVICES), or unset it.",
+        peer=peer,
+    )
 
 
 def _survey_probe(survey: NicSurvey) -> Probe:

@@ -23,7 +23,7 @@ from kvxfer.errors import (
     VerbsError,
 )
 from kvxfer.log import get_logger
-from kvxfer.transports.rdma_ladder import Attempt, QueuePairAttributes, descend
+from kvxfer.transports.rdma_ladder import Attempt, Ladder, QueuePairAttributes
 from kvxfer.transports.rdma_queue import SendQueue, close_all
 from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
 from kvxfer.verbs.enums import Access, LinkLayer, Mtu
@@ -35,12 +35,16 @@ from kvxfer.verbs.queue_pair import QueuePairCapabilities
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
     from kvxfer.transports.base import PeerLink
+    from kvxfer.transports.rdma_nic import Nic
     from kvxfer.transports.rdma_rail import Rail
+    from kvxfer.verbs.port_offer import PortOffer
 
-__all__ = ["connect", "forget_what_worked", "what_worked"]
+__all__ = ["best_attributes", "connect", "forget_what_worked", "what_worked"]
 
 GID_PAIRS_MAX = 4
 """Pairs of GIDs that are tried on one rail before the next."""
+OF_GIDS = ("address", "RTR", "RTS")
+"""Steps that may go well with another pair of GIDs."""
 HANG_UP_S = 0.5
 """How long the peer has to say that it dropped what a failed try may have left there."""
 
@@ -65,35 +69,32 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
     try:
         _check_port(rail)
         for gids in _gid_pairs(rail):
-            first = attributes = _first_attributes(rail, config)
-            while True:
+            ladder = Ladder(_first_attributes(rail, config))
+            failed: _StepFailedError | None = None
+            while failed is None or time.monotonic() < deadline:
+                attributes = ladder.attributes
                 try:
                     queue = _try(rail, link, config, gids, attributes, deadline)
-                except _StepFailedError as failed:
-                    last = failed.error
-                    lowered = descend(attributes, failed.step, failed.number)
-                    change = lowered[1] if lowered else "given up" if gids is None else f"{gids} given up"
-                    attempts.append(
-                        Attempt(failed.step, failed.side, failed.number, last.message, attributes, change)
-                    )
-                    if lowered is None or time.monotonic() >= deadline:
+                except _StepFailedError as error:
+                    failed, last = error, error.error
+                    change = ladder.descend(failed.step, failed.side, failed.number)
+                    told = change or ("given up" if gids is None else f"{gids}: given up")
+                    attempts.append(Attempt(failed.step, failed.side, failed.number, last.message, attributes, told))
+                    if not change:
                         break
-                    attributes = lowered[0]
                 else:
-                    if attributes != first:
+                    if attributes != ladder.first:
                         _remember(rail, attributes, attempts)
                     rail.note_connected(gids, attributes, attempts)
                     return queue
-            if time.monotonic() >= deadline:
+            assert failed is not None
+            if failed.step not in OF_GIDS or time.monotonic() >= deadline:
                 break
-    except PeerUnreachableError as error:  # silent, or gone: the session knows which, and ends if it is gone
-        last = error
-    except (VerbsError, DeviceUnusableError) as error:
-        last = error
-    error = _failure(rail, link, last, attempts)
+    except (VerbsError, DeviceUnusableError, PeerUnreachableError) as error:
+        last = error  # a peer that is silent may be gone: the session finds out, and ends then
     if rail.number != before:
         link.hang_up("rdma", rail.number, min(deadline, time.monotonic() + HANG_UP_S))
-    raise error
+    raise _failure(rail, link, last, attempts)
 
 
 def forget_what_worked() -> None:
@@ -130,21 +131,27 @@ def _gid_pairs(rail: Rail) -> list[GidPair | None]:
     return list(sound[:GID_PAIRS_MAX])
 
 
-def _first_attributes(rail: Rail, config: EngineConfig) -> QueuePairAttributes:
-    """The best that both ends say they can do; lower where that is known not to work on such devices."""
-    offer = rail.nic.offer()
-    mtu = agree_mtu(offer.mtu, rail.remote.mtu, nbytes_max=config.path_mtu_nbytes_max)
-    limits = rail.nic.context.limits
-    first = QueuePairAttributes(
+def best_attributes(nic: Nic, remote: PortOffer, config: EngineConfig) -> QueuePairAttributes:
+    """Return the best that a port of ours and one of the peer's say they can do together."""
+    offer = nic.offer()
+    mtu = agree_mtu(offer.mtu, remote.mtu, nbytes_max=config.path_mtu_nbytes_max)
+    limits = nic.context.limits
+    return QueuePairAttributes(
         path_mtu=mtu.nbytes,
-        read_depth=agree_read_depth(offer.read_depth, rail.remote.read_depth).initiator,
+        read_depth=agree_read_depth(offer.read_depth, remote.read_depth).initiator,
         send_depth=min(config.rdma_send_depth, limits.max_qp_wr, limits.max_cqe),
         timeout=config.rdma_timeout,
         retry_count=config.rdma_retry_count,
         hop_limit=config.rdma_hop_limit,
         traffic_class=config.rdma_traffic_class,
         service_level=config.rdma_service_level,
+        is_global=True if offer.link_layer is LinkLayer.ETHERNET else None,
     )
+
+
+def _first_attributes(rail: Rail, config: EngineConfig) -> QueuePairAttributes:
+    """The best there is; lower where that is known not to work on such devices."""
+    first = best_attributes(rail.nic, rail.remote, config)
     with _worked_lock:
         known = _worked.get((rail.nic.kind, rail.remote_kind))
     if known is None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LADDER", "Attempt", "QueuePairAttributes", "descend"]
+__all__ = ["LADDER", "Attempt", "Ladder", "QueuePairAttributes"]
 
 MTU_STEPS = (4096, 2048, 1024, 512, 256)
 READ_DEPTH_STEPS = (16, 4, 1)
@@ -91,32 +91,64 @@ _read_depth = _step_down("read_depth", READ_DEPTH_STEPS)
 _path_mtu = _step_down("path_mtu", MTU_STEPS)
 _send_depth = _step_down("send_depth", SEND_DEPTH_STEPS)
 
-LADDER: Mapping[str, tuple[tuple[frozenset[int], Callable[[QueuePairAttributes], QueuePairAttributes | None]], ...]] = {
+_Lower = Callable[[QueuePairAttributes], QueuePairAttributes | None]
+
+LADDER: Mapping[str, tuple[tuple[frozenset[int], _Lower], ...]] = {
     # The product of requests and their size is bounded, not each alone; a device has room for so many queues.
     "create": ((frozenset({errno.EINVAL, errno.ENOMEM}), _send_depth),),
     "RTR": (
         # A read depth above the device's, or above what is left of a budget for the whole device (Ionic).
         (frozenset({errno.EINVAL, errno.ENOMEM}), _read_depth),
-        # An active MTU that the port does not carry after all.
-        (frozenset({errno.EINVAL}), _path_mtu),
-        (frozenset({errno.EINVAL}), _other_hop_limit),
         # An InfiniBand port that wants a global route header and does not say so.
         (frozenset({errno.EINVAL}), _with_global_route),
+        (frozenset({errno.EINVAL}), _other_hop_limit),
+        # An active MTU that the port does not carry after all.
+        (frozenset({errno.EINVAL}), _path_mtu),
     ),
     "RTS": ((frozenset({errno.EINVAL, errno.ENOMEM}), _read_depth),),
 }
-"""For each step: on which errno which attribute is lowered, in this order. Source: docs/rdma.md, "The ladder"."""
+"""For each step: on which errno which attribute is lowered, what costs least first. Source: docs/rdma.md, "The
+ladder"."""
 
 
-def descend(attributes: QueuePairAttributes, step: str, number: int) -> tuple[QueuePairAttributes, str] | None:
-    """Return the attributes for the next try after `step` failed with errno `number`, and what was changed.
+class Ladder:
+    """The way down for one pair of ports: `attributes` is what to try now.
 
-    None: nothing is left to lower; another pair of GIDs, or of devices, may still do.
+    One attribute at a time is lowered, all the way, with the others as they were: mostly one is at fault, and the
+    others are worth keeping. Where none helps alone, all are at their lowest once; then it is over.
     """
-    for numbers, lower in LADDER.get(step, ()):
-        lowered = lower(attributes) if number in numbers else None
-        if lowered is not None:
-            before, after = attributes.to_json(), lowered.to_json()
-            changes = [f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name]]
-            return lowered, ", ".join(changes)
-    return None
+
+    def __init__(self, first: QueuePairAttributes) -> None:
+        self.first = self.attributes = first
+        self._place = ("", "")
+        self._rungs: Iterator[QueuePairAttributes] = iter(())
+        self._base = first
+
+    def descend(self, step: str, side: str, number: int) -> str:
+        """Go down after `step` failed at `side` with errno `number`; what was changed, or "" where nothing is left.
+
+        Another pair of GIDs, or of devices, may still do.
+        """
+        if (step, side) != self._place:  # what was lowered for another step helped there
+            self._place, self._base = (step, side), self.attributes
+            self._rungs = _rungs(self._base, step, number)
+        lowered = next(self._rungs, None)
+        if lowered is None:
+            return ""
+        self.attributes = lowered
+        before, after = self._base.to_json(), lowered.to_json()
+        return ", ".join(f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name])
+
+
+def _rungs(base: QueuePairAttributes, step: str, number: int) -> Iterator[QueuePairAttributes]:
+    ways = [lower for numbers, lower in LADDER.get(step, ()) if number in numbers]
+    lowest = base
+    for lower in ways:
+        alone = base
+        while (further := lower(alone)) is not None:
+            alone = further
+            yield alone
+        while (further := lower(lowest)) is not None:
+            lowest = further
+    if len(ways) > 1:
+        yield lowest

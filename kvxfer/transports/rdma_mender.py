@@ -10,6 +10,7 @@ over what came later: `undropped` has those for which the peer has not said so y
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -60,7 +61,7 @@ class Mender:
         self.undropped: set[int] = set()
         self._wants_more = False
         self._is_running = False
-        self._is_closed = False
+        self._closed: KvxferError | None = None
 
     def establish(self, deadline: float) -> None:
         """Make the first connection, in the caller's thread; takes the lock by itself.
@@ -69,7 +70,7 @@ class Mender:
         seconds. Spare rails have one try. Raises TransportUnavailableError with all tries.
         """
         with self._changed:
-            if self._is_closed or self._is_running or any(rail.is_connected for rail in self._rails):
+            if self._closed is not None or self._is_running or any(rail.is_connected for rail in self._rails):
                 return
             self._is_running = True
         rails = list(self._rails)
@@ -82,15 +83,17 @@ class Mender:
                     if error is None:
                         return
                     failures.append(error)
-                    if self._is_closed or time.monotonic() >= deadline:
+                    if time.monotonic() >= deadline:
                         break
                 rails = [rail for rail in rails if not rail.is_spare] or rails
-                pause_s = max(0.0, min(min(rail.paused_until for rail in rails), deadline) - time.monotonic())
+                pause_s = max(0.0, min(deadline, *(rail.paused_until for rail in rails)) - time.monotonic())
                 is_silent = any(_is_silence(error) for error in failures[failures_before:])
                 with self._changed:
                     if is_silent and pause_s > 0.0:
-                        self._changed.wait_for(lambda: self._is_closed, pause_s)
-                    if self._is_closed or not is_silent or time.monotonic() >= deadline:
+                        self._changed.wait_for(lambda: self._closed is not None, pause_s)
+                    if self._closed is not None:
+                        raise self._closed
+                    if not is_silent or time.monotonic() >= deadline:
                         raise self._failure(failures)
         finally:
             with self._changed:
@@ -107,13 +110,13 @@ class Mender:
 
     def start(self) -> None:
         """See to it that what is to be done is done."""
-        if not self._is_running and not self._is_closed:
+        if not self._is_running and self._closed is None:
             self._is_running = True
             threading.Thread(target=self._run, name="kvxfer-mender", daemon=True).start()
 
-    def close(self) -> None:
+    def close(self, error: KvxferError) -> None:
         """Make no more connections; one that is being made is closed as soon as it is there."""
-        self._is_closed = True
+        self._closed = error
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing touches a device any more; takes the lock by itself."""
@@ -138,15 +141,15 @@ class Mender:
         try:
             while self._step():
                 pass
-        finally:
+        except BaseException:  # a bug: the next who waits starts another thread
             with self._changed:
-                self._is_running = False
-                self._changed.notify_all()
+                self._stop()
+            raise
 
     def _step(self) -> bool:
         """Do one thing; False where there is nothing left. Takes the lock by itself."""
         with self._changed:
-            if self._is_closed:
+            if self._closed is not None:
                 return self._stop()
             stale = sorted(self.undropped)
             rail = None if stale else self._next_rail()
@@ -157,14 +160,19 @@ class Mender:
                 return True
             is_needed = not any(one.is_connected for one in self._rails)
         if rail is not None:
-            self._make(rail, time.monotonic() + (self._config.connect_timeout_s if is_needed else MORE_S))
+            with contextlib.suppress(KvxferError):  # closed meanwhile: the next step sees it
+                self._make(rail, time.monotonic() + (self._config.connect_timeout_s if is_needed else MORE_S))
             return True
         for number in stale:
             self.hang_up(number, time.monotonic() + HANG_UP_S)
+        with self._changed:
+            if self.undropped and self._closed is None:
+                self._changed.wait(TICK_S)  # a peer that cannot be asked: its session is about to end
         return True
 
     def _stop(self) -> bool:
         self._is_running = False  # under the same lock as the look: who finds more to do starts another thread
+        self._changed.notify_all()
         return False
 
     def _next_rail(self) -> Rail | None:
@@ -189,22 +197,24 @@ class Mender:
                 self._changed.notify_all()
 
     def _make(self, rail: Rail, deadline: float) -> TransportUnavailableError | None:
-        """Connect a rail; why not, where that fails. Takes the lock by itself."""
+        """Connect a rail; why not, where that fails. Takes the lock by itself. Raises why all is over."""
         before = rail.number
         try:
             queue = connect(rail, self._link, self._config, deadline)
         except KvxferError as exc:
             error = exc if isinstance(exc, TransportUnavailableError) else _as_unavailable(rail, exc)
             with self._changed:
+                if self._closed is not None:
+                    raise self._closed from exc
                 rail.note_failure(error, is_of_path=True)
                 self._changed.notify_all()
             return error
         with self._changed:
-            if self._is_closed:
+            if self._closed is not None:
                 queue.close()
-            else:
-                self.undropped.discard(before)  # the peer dropped it before it made the new one
-                self._on_connected(rail, queue)
+                raise self._closed
+            self.undropped.discard(before)  # the peer dropped it before it made the new one
+            self._on_connected(rail, queue)
             self._changed.notify_all()
         return None
 

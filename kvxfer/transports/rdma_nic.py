@@ -1,7 +1,7 @@
 """One RDMA port of this host, open: what it offers to peers, its memory keys, and what happens to it.
 
 `open_nics` opens every port that the settings allow and that carries data, and says of each other one why not.
-Read next: `rdma_rail.py`, which connects one to a port of the peer.
+Read next: `rdma_rail.py`, which is one of them with a port of the peer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ class Nic:
     """One port of one device, ready to carry data. All methods may be called from any thread."""
 
     def __init__(
-        self, context: Context, domain: ProtectionDomain, port: Port, config: EngineConfig, interfaces: Sequence[Interface]
+        self,
+        context: Context,
+        domain: ProtectionDomain,
+        port: Port,
+        config: EngineConfig,
+        interfaces: Sequence[Interface],
     ) -> None:
         check_pkey_index(port, config.pkey_index)
         self.context = context
@@ -66,9 +71,7 @@ class Nic:
         limits = context.limits
         self.kind = f"{limits.vendor_id:#x}/{limits.vendor_part_id}/{limits.fw_ver}"
         """Vendor, part and firmware: devices of one kind take the same attributes."""
-        self.read_depth: ReadDepth = plan_read_depth(
-            limits, queue_pairs=QUEUE_PAIRS_PLANNED, depth_max=READ_DEPTH_MAX
-        )
+        self.read_depth: ReadDepth = plan_read_depth(limits, queue_pairs=QUEUE_PAIRS_PLANNED, depth_max=READ_DEPTH_MAX)
         self.is_down = False
         """Whether its port went down, or the device was removed, since it was opened."""
         self.nbytes_sent = 0

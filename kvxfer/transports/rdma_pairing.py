@@ -17,15 +17,12 @@ from kvxfer.verbs.rails import PortPair, match_ports, rank_port_pairs
 from kvxfer.verbs.routes import find_route
 
 if TYPE_CHECKING:
-    from kvxfer.config import EngineConfig
     from kvxfer.transports.rdma_nic import Nic
 
 __all__ = ["pair_rails"]
 
 
-def pair_rails(
-    nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], config: EngineConfig, peer: str
-) -> list[Rail]:
+def pair_rails(nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], peer: str) -> list[Rail]:
     """Return the rails to a peer, best first; the first ones use each port of ours once.
 
     offers: kind and offer of each port of the peer. Raises TransportUnavailableError with the reason for each pair.
@@ -36,16 +33,6 @@ def pair_rails(
             remedy="`kvxfer devices` there shows its ports; other transports go on.",
             peer=peer,
         )
-    wanted = config.rdma_peer_devices
-    if wanted is not None:
-        there = ", ".join(_name(offer) for _, offer in offers)
-        offers = [one for one in offers if any(item.includes(one[1].device, one[1].port) for item in wanted)]
-        if not offers:
-            raise TransportUnavailableError(
-                f"{peer} offers none of the RDMA ports {', '.join(map(str, wanted))}; it offers {there}.",
-                remedy="Correct rdma_peer_devices (KVXFER_RDMA_PEER_DEVICES), or unset it.",
-                peer=peer,
-            )
     up = [nic for nic in nics if not nic.is_down]
     local = {nic.name: nic for nic in up}
     kinds = {_name(offer): kind for kind, offer in offers}
@@ -73,7 +60,6 @@ def pair_rails(
                 local[_name(pair.local)],
                 pair.remote,
                 kinds[_name(pair.remote)],
-                config,
                 order=len(rails),
                 gids=pair.gids,
                 is_spare=pair not in matched,

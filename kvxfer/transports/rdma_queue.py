@@ -42,7 +42,8 @@ log = get_logger(__name__)
 class Lane:
     """What one transfer has on one rail: slices as columns, how many were posted, how many are done.
 
-    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all.
+    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all. rail: None, and no
+    keys, while no rail is to be had.
     """
 
     __slots__ = (
@@ -65,7 +66,7 @@ class Lane:
     def __init__(
         self,
         transfer: Transfer,
-        rail: Rail,
+        rail: Rail | None,
         local: AddressColumn,
         remote: AddressColumn,
         nbytes: AddressColumn,
@@ -100,7 +101,8 @@ class Lane:
         self.done += count
         nbytes = int(self.ends[self.done - 1]) - before
         self.transfer.nbytes_done += nbytes
-        self.rail.nic.nbytes_sent += nbytes
+        if self.rail is not None:
+            self.rail.nic.nbytes_sent += nbytes
         if self.done == self.count:
             self.ended = time.monotonic()
 

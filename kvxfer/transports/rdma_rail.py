@@ -129,6 +129,8 @@ class Rail:
             "connected": self.is_connected,
             "spare": self.is_spare,
             "gids": str(self.gids) if self.gids else "",
+            "local_gid": str(self.gids.local) if self.gids else "",
+            "remote_gid": str(self.gids.remote) if self.gids else "",
             "attributes": self.attributes.to_json() if self.attributes else {},
             "attempts": [str(attempt) for attempt in self.attempts],
             "trouble": self.trouble,

@@ -94,7 +94,9 @@ class RdmaService:
         nic = self._nics.get(request.port)
         if nic is None:
             there = ", ".join(self._nics)
-            raise ConnectFailure("port", 0, KvxferError(f"there is no RDMA port {request.port} here; there is {there}."))
+            raise ConnectFailure(
+                "port", 0, KvxferError(f"there is no RDMA port {request.port} here; there is {there}.")
+            )
         step = "address"
         queue_pair: QueuePair | None = None
         try:

@@ -1,14 +1,11 @@
 """The serving side of tcp: answers the requests of peers on data connections, in threads that sleep in a selector.
 
 A request is checked, every row of it, before the first byte is applied; a refused one is answered with the reason and
-its payload is thrown away, so that the connection stays in step. Bytes go straight from the socket into the region and
-back, a window at a time, and a connection that is slow or silent holds up no other.
+its payload is thrown away, so that the connection stays in step. How bytes move: `tcp_stream.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import socket
 import threading
@@ -20,9 +17,9 @@ import numpy as np
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, RemoteProtocolError, UsageError
 from kvxfer.log import get_logger
-from kvxfer.system.calls import MSG_DONTWAIT, Messenger
-from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
-from kvxfer.transports.loop import READABLE, WRITABLE, Loop
+from kvxfer.system.iovec import IovecCursor, ShortCursor
+from kvxfer.transports.loop import READABLE, Loop
+from kvxfer.transports.tcp_stream import ServedStream
 from kvxfer.transports.tcp_wire import (
     COLUMN_DTYPE,
     OK,
@@ -37,8 +34,6 @@ from kvxfer.types import AddressColumn, Opcode
 
 __all__ = ["DataService", "Gate"]
 
-WINDOW_NBYTES = 4 << 20
-"""How much one connection may move before the thread looks at the others: about 1 ms."""
 DISCARD_NBYTES = 1 << 16
 
 
@@ -67,23 +62,36 @@ class DataService:
         self.gate = gate
         self._lock = threading.Lock()
         self._loops: list[Loop] = []
-        self._connections: dict[int, _DataConnection] = {}
+        self._connections: dict[int, ServedStream] = {}
         self._closed = False
 
     def adopt(self, connection: socket.socket, number: int, peer: str, generation: str) -> None:
         """Serve an authenticated data connection of the process `generation`; from any thread. Closes it where the
         limit is reached."""
+        notify_nbytes_max = self._config.notify_nbytes_max
+
+        def make(loop: Loop) -> ServedStream:
+            return _DataConnection(connection, number, peer, generation, loop, self, notify_nbytes_max)
+
+        if not self.serve(number, make):
+            connection.close()
+
+    def serve(self, number: int, make: Callable[[Loop], ServedStream]) -> bool:
+        """Give a connection to one of the threads; from any thread. False where the limit is reached.
+
+        make: makes the connection for a loop.
+        """
         with self._lock:
             if self._closed or len(self._connections) >= self._config.tcp_connections_max:
-                connection.close()
-                return
+                return False
             if len(self._loops) < self._config.tcp_service_threads:
                 self._loops.append(Loop(f"kvxfer-data-{len(self._loops)}", spin_s=self._config.spin_s))
                 self._loops[-1].start()
             loop = self._loops[len(self._connections) % len(self._loops)]
-            served = _DataConnection(connection, number, peer, generation, loop, self, self._config.notify_nbytes_max)
+            served = make(loop)
             self._connections[number] = served
-            loop.call_soon(lambda: loop.add(served))  # under the lock: before anybody can ask to close it
+            loop.call_soon(served.begin)  # under the lock: before anybody can ask to close it
+        return True
 
     @property
     def is_full(self) -> bool:
@@ -146,8 +154,8 @@ class DataService:
             loop.abandon()
 
 
-class _DataConnection:
-    """One data connection: a state is a method that is called when the socket is ready."""
+class _DataConnection(ServedStream):
+    """One data connection of a kvxfer peer."""
 
     def __init__(
         self,
@@ -159,105 +167,17 @@ class _DataConnection:
         service: DataService,
         notify_nbytes_max: int,
     ) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._fd = connection.fileno()
-        self._number = number
-        self._peer = peer
-        self.generation = generation
-        self.loop = loop
-        self._service = service
+        super().__init__(
+            connection,
+            peer,
+            loop,
+            lambda: service.forget(number),
+            header_nbytes=REQUEST_NBYTES,
+            generation=generation,
+        )
+        self._gate = service.gate
         self._notify_nbytes_max = notify_nbytes_max
-        self._messenger = Messenger()
-        self._header = bytearray(REQUEST_NBYTES)
-        self._header_address = address_of(self._header)
-        self._header_cursor = ShortCursor()
-        self._row_cursor = ShortCursor()
         self._scratch: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
-        self._release: Callable[[], None] | None = None
-        self._closed = False
-        self._turn_nbytes = 0
-        self._watching = READABLE
-        self._await_request()
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def ready(self, events: int, now: float) -> bool:
-        del events, now
-        self._turn_nbytes = WINDOW_NBYTES
-        try:
-            while self._step():
-                pass
-        except RemoteProtocolError as error:
-            get_logger(__name__).warning("data.protocol_broken", peer=self._peer, error=str(error))
-            self.close()
-        return True
-
-    def timer(self, now: float) -> None:
-        pass
-
-    def failed(self, error: BaseException) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Drop the connection and what it holds; in its loop's thread, or when that has ended. Tolerated twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self.loop.remove(self)
-        self._socket.close()
-        self._let_go()
-        self._service.forget(self._number)
-
-    def abandon(self) -> None:
-        """In a forked child: close the copy of the descriptor only."""
-        with contextlib.suppress(OSError):
-            os.close(self._socket.detach())
-
-    # One step: False when the socket has no more for us now.
-
-    def _await_request(self) -> None:
-        self._header_cursor.reset(self._header_address, REQUEST_NBYTES)
-        self._cursor: IovecCursor | ShortCursor = self._header_cursor
-        self._is_sending = False
-        self._then: Callable[[], None] = self._on_header
-
-    def _step(self) -> bool:
-        if self._closed:
-            return False
-        pointer, count = self._cursor.window(WINDOW_NBYTES)
-        if self._is_sending:
-            moved = self._messenger.send(self._fd, pointer, count, MSG_DONTWAIT)
-        else:
-            moved = self._messenger.receive(self._fd, pointer, count, MSG_DONTWAIT)
-        if moved <= 0:
-            if moved == -errno.EAGAIN:
-                self._watch(WRITABLE if self._is_sending else READABLE)
-            elif moved != -errno.EINTR:
-                self.close()  # the peer has closed or reset the connection: its batch has failed on its side
-            return False
-        self._cursor.advance(moved)
-        if not self._cursor.is_done:
-            self._turn_nbytes -= moved
-            if self._turn_nbytes > 0:
-                return True  # another call costs less than a round of the selector
-            self._watch(WRITABLE if self._is_sending else READABLE)
-            return False  # the selector calls again if there is more: others have their turn
-        self._then()
-        return not self._closed and (self._is_sending or self._cursor is not self._header_cursor)
-
-    def _watch(self, events: int) -> None:
-        if events != self._watching:
-            self._watching = events
-            self.loop.watch(self, events)
-
-    def _receive(self, cursor: IovecCursor | ShortCursor, then: Callable[[], None]) -> None:
-        self._cursor, self._is_sending, self._then = cursor, False, then
-        self._watch(READABLE)
-
-    def _send(self, cursor: IovecCursor | ShortCursor, then: Callable[[], None]) -> None:
-        self._cursor, self._is_sending, self._then = cursor, True, then
 
     # The states.
 
@@ -282,7 +202,7 @@ class _DataConnection:
     def _on_rows(self) -> None:
         request = self._request
         opcode = Opcode(request.opcode)
-        gate = self._service.gate
+        gate = self._gate
         try:
             if self._notify is not None:
                 gate.check_room()
@@ -322,7 +242,7 @@ class _DataConnection:
                 self.close()  # the peer has given the batch up: it must not be announced
                 return
             try:
-                self._service.gate.notify(self._peer, bytes(self._notify))
+                self._gate.notify(self._peer, bytes(self._notify))
             except UsageError as error:  # the queue has filled up since it was looked at: the batch fails, unannounced
                 text = pack_refusal(error)
                 self._answer(Response(REFUSED, self._request.number, len(text)).pack() + text)
@@ -361,13 +281,3 @@ class _DataConnection:
         self._columns = None
         self._watch(READABLE)
         self._await_request()
-
-    def _keep(self, data: bytes) -> int:
-        """Hold bytes until the next ones and return where they are."""
-        self._answer_bytes = data
-        return address_of(data)
-
-    def _let_go(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()

@@ -3,7 +3,7 @@
 6  doors       cli, compat, __main__      nothing imports them
 5  engine      every other module at the top of the package: engine, batch, segment, control ...
 4  transports  base, loop <- shm, rdma, tcp: siblings, each with helper modules of its own name
-3  handshake   imports floor 0 only; no socket, no thread, no clock
+3  handshake, mooncake    import floor 0 only; no socket, no thread, no clock
 2  memory      regions, slices, shared memory
 1  machine     verbs and system: the only ones that know cffi; verbs may ask system, never the other way
 0  ground      errors, types, log, addresses, config, rdma_names
@@ -20,7 +20,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvxfer"
 GROUND = ("errors", "types", "log", "addresses", "config", "rdma_names", "text")
-FLOORS = {**dict.fromkeys(GROUND, 0), "system": 1, "verbs": 1, "memory": 2, "handshake": 3, "transports": 4}
+FLOORS = {**dict.fromkeys(GROUND, 0), "system": 1, "verbs": 1, "memory": 2, "handshake": 3, "mooncake": 3, "transports": 4}
 DOORS = ("cli", "compat", "__main__")
 ENGINE_FLOOR, DOOR_FLOOR = 5, 6
 SIBLINGS = ("shm", "rdma", "tcp")
@@ -115,9 +115,11 @@ def complaint(module: str, imported: Import) -> str | None:
     if module.partition(".")[0] == "system" and imported.name.partition(".")[0] == "verbs":
         return "verbs asks system, not the other way"
     if ours == 3 and other not in (0, 3):
-        return "handshake imports floor 0 only"
+        return "a protocol imports floor 0 only"
     if ours == 4 and other == 3:
-        return "transports never import handshake"
+        return "transports never import handshake or mooncake"
+    if {module.partition(".")[0], imported.name.partition(".")[0]} == {"handshake", "mooncake"}:
+        return "two protocols know nothing of each other"
     if module in PURE and other != 0 and imported.name not in PURE:
         return "pure: imports floor 0 only"
     if ours == other == 4 and module != "transports":
@@ -165,6 +167,8 @@ def test_modules_of_one_floor_import_each_other_in_one_direction() -> None:
         ("memory.slices", "kvxfer.system.calls"),
         ("handshake.machine", "kvxfer.memory"),
         ("handshake.machine", "time"),
+        ("mooncake.frames", "kvxfer.handshake.frames"),
+        ("mooncake.frames", "socket"),
         ("transports.tcp", "kvxfer.handshake.frames"),
         ("transports.tcp", "kvxfer.transports.shm_copy"),
         ("transports.base", "kvxfer.transports.tcp"),

@@ -1,0 +1,7 @@
+"""`mooncake.engine` on kvxfer: the names that Mooncake's own module has, and `last_error`.
+
+Read next: `kvxfer/compat/mooncake.py`.
+"""
+
+from kvxfer.compat.mooncake import *  # noqa: F403
+from kvxfer.compat.mooncake import __all__ as __all__

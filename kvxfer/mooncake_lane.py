@@ -1,0 +1,267 @@
+"""One connection to a Mooncake tcp data port and the rows it moves; never blocks.
+
+The serving side takes one row after the other. All headers are sent without waiting for the answers to the first ones,
+and statuses are read meanwhile, so neither side ever waits for a round trip, or for the other to make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxfer.config import EngineConfig
+from kvxfer.errors import (
+    KvxferError,
+    PeerClosedError,
+    PeerUnreachableError,
+    RemoteAccessError,
+    RemoteProtocolError,
+    TransferError,
+)
+from kvxfer.mooncake.tcp_frames import (
+    HEADER_NBYTES,
+    STATUS_DTYPE,
+    STATUS_NBYTES,
+    STATUS_OK,
+    STATUS_REJECTED,
+    header_column,
+    is_status,
+)
+from kvxfer.system.calls import MSG_DONTWAIT, Messenger
+from kvxfer.system.iovec import IovecCursor, ShortCursor
+from kvxfer.transports.tcp import tune
+from kvxfer.types import AddressColumn, Opcode
+
+__all__ = ["Lane", "Rows"]
+
+WINDOW_NBYTES = 1 << 20
+"""The most one call is given: what socket buffers take at once, and some 300 us."""
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with 0 seconds: close sends RST (socket(7))
+
+Rows = tuple[AddressColumn, AddressColumn, AddressColumn]
+"""Local addresses, remote addresses, byte counts."""
+
+
+class Lane:
+    """A connection, used by one transfer at a time.
+
+    nbytes_done: of the rows of this transfer, known to be in place.
+    """
+
+    def __init__(self, connection: socket.socket, label: str, config: EngineConfig) -> None:
+        tune(connection, config)
+        connection.setblocking(False)
+        self._socket = connection
+        self._fd = connection.fileno()
+        self._label = label
+        self._messenger = Messenger()
+        self._readable = select.poll()
+        self._readable.register(self._fd, select.POLLIN)
+        self._nothing = ShortCursor()
+        self.used_at = time.monotonic()
+        self.is_fresh = True
+        """Whether no transfer has used it yet."""
+        self.nbytes_done = 0
+
+    def fileno(self) -> int:
+        """The descriptor of the connection."""
+        return self._fd
+
+    def is_healthy(self) -> bool:
+        """Whether the peer has not closed the connection while it was idle."""
+        return not self._readable.poll(0)  # an idle lane has nothing to read: readable means closed, or out of step
+
+    def begin(self, opcode: Opcode, rows: Rows, *, has_status: bool) -> None:
+        """Take rows on. has_status: the peer speaks version 2."""
+        local, remote, nbytes = rows
+        count = len(local)
+        self._opcode, self._nbytes, self._has_status = opcode, nbytes, has_status
+        self.nbytes_done = 0
+        self._acknowledged = 0
+        self._broken: OSError | None = None
+        self._received_any = False
+        self._headers = header_column(opcode, remote, nbytes, has_status=has_status)
+        self._statuses: npt.NDArray[np.uint64] = np.zeros(count, STATUS_DTYPE)
+        heads = _cells(self._headers, HEADER_NBYTES)
+        if opcode is Opcode.WRITE:
+            self._outgoing = _interleaved(heads, HEADER_NBYTES, local, nbytes)
+            if has_status:
+                self._incoming = IovecCursor(
+                    np.array([self._statuses.ctypes.data]), np.array([STATUS_NBYTES * count], np.int64)
+                )
+                self._status_ends = np.arange(1, count + 1) * STATUS_NBYTES
+            else:
+                self._ask_back(int(remote[-1]), heads, rows)
+        else:
+            self._outgoing = IovecCursor(heads[:1], np.array([HEADER_NBYTES * count], np.int64))
+            if has_status:
+                self._incoming = _interleaved(_cells(self._statuses, STATUS_NBYTES), STATUS_NBYTES, local, nbytes)
+                self._row_ends = np.cumsum(nbytes + STATUS_NBYTES)
+                self._status_ends = self._row_ends - nbytes
+            else:
+                self._incoming = IovecCursor(local, nbytes)
+                self._row_ends = np.cumsum(nbytes)
+
+    def _ask_back(self, address: int, heads: AddressColumn, rows: Rows) -> None:
+        """Read a byte back after the rows of a WRITE. Version 1 never says that a row is applied, but it takes one
+        after the other: when that byte comes, all before it are."""
+        self._probe = header_column(Opcode.READ, np.array([address]), np.array([1]), has_status=False)
+        self._probe_byte = np.zeros(1, np.uint8)
+        local, _, nbytes = rows
+        head = np.array([self._probe.ctypes.data])
+        self._outgoing = _interleaved(
+            np.concatenate((heads, head)),
+            HEADER_NBYTES,
+            np.concatenate((local, head)),
+            np.concatenate((nbytes, np.zeros(1, np.int64))),
+        )
+        self._incoming = IovecCursor(np.array([self._probe_byte.ctypes.data]), np.ones(1, np.int64))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every row is in place."""
+        return self._outgoing.is_done and self._incoming.is_done
+
+    @property
+    def events(self) -> int:
+        """What poll(2) must tell for it to move."""
+        return select.POLLIN if self._outgoing.is_done else select.POLLIN | select.POLLOUT
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the peer had closed the connection before it took anything: another one may do."""
+        return not self.is_fresh and not self._received_any
+
+    def move(self) -> None:
+        """Send and receive what can be at once. Raises where the peer refuses a row or the connection fails."""
+        if not self._outgoing.is_done and self._broken is None:
+            self._send()
+        if not self._incoming.is_done:
+            self._receive()
+        if self._broken is not None:
+            raise self._gone(self._broken.errno or 0)
+
+    def end(self) -> None:
+        """Every row is in place: forget them."""
+        self.used_at = time.monotonic()
+        self.is_fresh = False
+        del self._outgoing, self._incoming, self._headers, self._statuses, self._nbytes
+
+    def reset(self) -> None:
+        """Close so that the peer finds an error instead of the end of a stream."""
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._socket.close()
+
+    def close(self) -> None:
+        """Close in order."""
+        self._socket.close()
+
+    def shut_down(self) -> None:
+        """Make whoever moves it find an error; from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _send(self) -> None:
+        pointer, count = self._outgoing.window(WINDOW_NBYTES)
+        moved = self._messenger.send(self._fd, pointer, count, MSG_DONTWAIT)
+        if moved > 0:
+            self._outgoing.advance(moved)
+        elif moved not in (-errno.EAGAIN, -errno.EINTR):
+            self._broken = OSError(-moved, os.strerror(-moved))  # why may still be there to be read
+
+    def _receive(self) -> None:
+        while True:
+            pointer, count = self._incoming.window(WINDOW_NBYTES)
+            moved = self._messenger.receive(self._fd, pointer, count, MSG_DONTWAIT)
+            if moved > 0:
+                self._received_any = True
+                self._incoming.advance(moved)
+                self._check()
+                if self._broken is None or self._incoming.is_done:
+                    return
+            elif moved in (-errno.EAGAIN, -errno.EINTR):
+                return
+            elif self._broken is not None or moved == 0:
+                self._broken = self._broken or OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                return
+            else:  # a reset; a status that came before it is handed out by the next call
+                self._broken = OSError(-moved, os.strerror(-moved))
+
+    def _check(self) -> None:
+        """Look at the statuses that are whole, and note which rows are done."""
+        done = self._incoming.nbytes_done
+        if self._has_status:
+            whole = int(self._status_ends.searchsorted(done, "right"))
+            fresh = self._statuses[self._acknowledged : whole]
+            if len(fresh) and not (fresh == STATUS_OK).all():
+                at = self._acknowledged + int(np.argmax(fresh != STATUS_OK))
+                raise self._refused(at, int(self._statuses[at]))
+            self.nbytes_done += int(self._nbytes[self._acknowledged : whole].sum())
+            self._acknowledged = whole
+        if self._opcode is Opcode.READ:
+            self.nbytes_done = int(self._nbytes[: int(self._row_ends.searchsorted(done, "right"))].sum())
+        elif not self._has_status:
+            self.nbytes_done = int(self._nbytes.sum())
+
+    def _refused(self, at: int, status: int) -> KvxferError:
+        """The error for row `at` of this lane, whose status is not OK."""
+        if status == STATUS_REJECTED:
+            return RemoteAccessError(
+                f"{self._label} refused a row of {int(self._nbytes[at])} bytes: it is not inside one registered buffer "
+                "there.",
+                remedy="Register the memory there before its address is told, and do not unregister it while it is "
+                "used.",
+                peer=self._label,
+                row_at=at,
+            )
+        if is_status(status):
+            return TransferError(
+                f"{self._label} refused a row with status {status & 0xFFFFFFFF}, which is not known.", peer=self._label
+            )
+        return RemoteProtocolError(
+            f"{self._label} answered with {status:#018x}, which is no status.",
+            remedy="It may have been replaced by a process that speaks version 1: open it again.",
+            peer=self._label,
+        )
+
+    def _gone(self, code: int) -> KvxferError:
+        if code == errno.EFAULT:
+            return TransferError(
+                f"local memory of a batch with {self._label} is not mapped, or not with the needed protection.",
+                remedy="Memory must stay mapped while it is used: look for a buffer that was freed first.",
+                peer=self._label,
+                errno=code,
+            )
+        reason = "" if self._has_status else " Version 1 of its protocol gives no reason for a refused row but this."
+        kind = PeerClosedError
+        if code in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+            kind = PeerUnreachableError
+        return kind(
+            f"{self._label} ended a data connection in the middle of a batch: {os.strerror(code)}.{reason}",
+            remedy="It may have crashed or been restarted: look at its log.",
+            peer=self._label,
+            errno=code,
+        )
+
+
+def _cells(array: npt.NDArray[np.generic], nbytes: int) -> AddressColumn:
+    """Return where the items of an array are."""
+    return int(array.ctypes.data) + np.arange(len(array), dtype=np.int64) * nbytes
+
+
+def _interleaved(cells: AddressColumn, cell_nbytes: int, local: AddressColumn, nbytes: AddressColumn) -> IovecCursor:
+    """Return a cursor over a cell and a row in turn."""
+    base = np.empty(2 * len(cells), np.int64)
+    base[0::2], base[1::2] = cells, local
+    count = np.empty(2 * len(cells), np.int64)
+    count[0::2], count[1::2] = cell_nbytes, nbytes
+    return IovecCursor(base, count)
