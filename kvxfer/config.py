@@ -29,7 +29,7 @@ __all__ = ["EngineConfig", "Setting"]
 TRANSPORT_NAMES = ("shm", "rdma", "tcp")
 PREFIX = "KVXFER_"
 KEY_NBYTES_MIN = 8  # what a person would not guess at one attempt per connection
-OTHER_VARIABLES = frozenset({"KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK"})
+OTHER_VARIABLES = frozenset({"KVXFER_ALLOW_FALLBACK", "KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK"})
 """Variables that are not settings of an engine."""
 
 _reported: set[str] = set()  # unknown variables that have been warned of: once in a process, not once an engine

@@ -116,8 +116,6 @@ class ServerDirectory:
         with self._lock:
             if not self._is_claimed:
                 return
-            self._is_claimed = False
-            atexit.unregister(self.withdraw)
             deadline = time.monotonic() + REQUEST_TIMEOUT_S
             try:
                 control = self._store.get(self._control_key(self._name), deadline=deadline)
@@ -126,6 +124,10 @@ class ServerDirectory:
                     self._store.delete(self._segment_key(self._name), deadline=deadline)
             except KvxferError as exc:
                 self._log.warning("directory.entry_left", server=self.server, name=self._name, error=exc.message)
+            finally:
+                # Last: a thread that does this while the process ends is waited for, by the call of atexit.
+                self._is_claimed = False
+                atexit.unregister(self.withdraw)
 
     def find(self, name: str, *, deadline: float) -> SegmentDescriptor:
         """Ask the server for a segment's descriptor.

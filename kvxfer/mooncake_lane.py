@@ -32,11 +32,12 @@ from kvxfer.mooncake.tcp_frames import (
     STATUS_NBYTES,
     STATUS_OK,
     STATUS_REJECTED,
+    Header,
     header_column,
     is_status,
 )
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
-from kvxfer.system.iovec import IovecCursor, ShortCursor
+from kvxfer.system.iovec import IovecCursor
 from kvxfer.transports.tcp import tune
 from kvxfer.types import AddressColumn, Opcode
 
@@ -53,10 +54,11 @@ Rows = tuple[AddressColumn, AddressColumn, AddressColumn]
 class Lane:
     """A connection, used by one transfer at a time.
 
-    nbytes_done: of the rows of this transfer, known to be in place.
+    place: host and port at the other end. nbytes_done: of the rows of this transfer, known to be in place.
     """
 
-    def __init__(self, connection: socket.socket, label: str, config: EngineConfig) -> None:
+    def __init__(self, connection: socket.socket, place: tuple[str, int], label: str, config: EngineConfig) -> None:
+        self.place = place
         tune(connection, config)
         connection.setblocking(False)
         self._socket = connection
@@ -65,7 +67,6 @@ class Lane:
         self._messenger = Messenger()
         self._readable = select.poll()
         self._readable.register(self._fd, select.POLLIN)
-        self._nothing = ShortCursor()
         self.used_at = time.monotonic()
         self.is_fresh = True
         """Whether no transfer has used it yet."""
@@ -79,51 +80,41 @@ class Lane:
         """Whether the peer has not closed the connection while it was idle."""
         return not self._readable.poll(0)  # an idle lane has nothing to read: readable means closed, or out of step
 
-    def begin(self, opcode: Opcode, rows: Rows, *, has_status: bool) -> None:
-        """Take rows on. has_status: the peer speaks version 2."""
+    def begin(self, opcode: Opcode, rows: Rows, numbers: AddressColumn, *, has_status: bool) -> None:
+        """Take rows on. numbers: how messages call them. has_status: the peer speaks version 2."""
         local, remote, nbytes = rows
         count = len(local)
-        self._opcode, self._nbytes, self._has_status = opcode, nbytes, has_status
+        self._opcode, self._rows, self._numbers, self._has_status = opcode, rows, numbers, has_status
+        self._totals = np.concatenate(([0], np.cumsum(nbytes)))
         self.nbytes_done = 0
-        self._acknowledged = 0
+        self._answered = 0
         self._broken: OSError | None = None
         self._received_any = False
         self._headers = header_column(opcode, remote, nbytes, has_status=has_status)
         self._statuses: npt.NDArray[np.uint64] = np.zeros(count, STATUS_DTYPE)
-        heads = _cells(self._headers, HEADER_NBYTES)
-        if opcode is Opcode.WRITE:
-            self._outgoing = _interleaved(heads, HEADER_NBYTES, local, nbytes)
+        headers = _cells(self._headers, HEADER_NBYTES)
+        statuses = _cells(self._statuses, STATUS_NBYTES)
+        if opcode is Opcode.READ:
+            self._outgoing = IovecCursor(headers[:1], np.array([HEADER_NBYTES * count]))
             if has_status:
-                self._incoming = IovecCursor(
-                    np.array([self._statuses.ctypes.data]), np.array([STATUS_NBYTES * count], np.int64)
-                )
-                self._status_ends = np.arange(1, count + 1) * STATUS_NBYTES
-            else:
-                self._ask_back(int(remote[-1]), heads, rows)
-        else:
-            self._outgoing = IovecCursor(heads[:1], np.array([HEADER_NBYTES * count], np.int64))
-            if has_status:
-                self._incoming = _interleaved(_cells(self._statuses, STATUS_NBYTES), STATUS_NBYTES, local, nbytes)
-                self._row_ends = np.cumsum(nbytes + STATUS_NBYTES)
-                self._status_ends = self._row_ends - nbytes
+                self._incoming = IovecCursor(*_interleave(statuses, STATUS_NBYTES, local, nbytes))
+                self._status_ends = self._totals[:-1] + np.arange(1, count + 1) * STATUS_NBYTES
             else:
                 self._incoming = IovecCursor(local, nbytes)
-                self._row_ends = np.cumsum(nbytes)
-
-    def _ask_back(self, address: int, heads: AddressColumn, rows: Rows) -> None:
-        """Read a byte back after the rows of a WRITE. Version 1 never says that a row is applied, but it takes one
-        after the other: when that byte comes, all before it are."""
-        self._probe = header_column(Opcode.READ, np.array([address]), np.array([1]), has_status=False)
-        self._probe_byte = np.zeros(1, np.uint8)
-        local, _, nbytes = rows
-        head = np.array([self._probe.ctypes.data])
-        self._outgoing = _interleaved(
-            np.concatenate((heads, head)),
-            HEADER_NBYTES,
-            np.concatenate((local, head)),
-            np.concatenate((nbytes, np.zeros(1, np.int64))),
-        )
-        self._incoming = IovecCursor(np.array([self._probe_byte.ctypes.data]), np.ones(1, np.int64))
+            return
+        outgoing = _interleave(headers, HEADER_NBYTES, local, nbytes)
+        if has_status:
+            self._outgoing = IovecCursor(*outgoing)
+            self._incoming = IovecCursor(statuses[:1], np.array([STATUS_NBYTES * count]))
+            self._status_ends = np.arange(1, count + 1) * STATUS_NBYTES
+        else:
+            # Version 1 never says that a row is applied, but it takes one after the other: once a byte that is asked
+            # back after them is here, all are.
+            self._probe = np.frombuffer(bytearray(Header(Opcode.READ, int(remote[-1]), 1, False).pack()), np.uint8)
+            self._probe_byte = np.zeros(1, np.uint8)
+            base, counts = outgoing
+            self._outgoing = IovecCursor(np.append(base, self._probe.ctypes.data), np.append(counts, HEADER_NBYTES))
+            self._incoming = IovecCursor(_cells(self._probe_byte, 1), np.ones(1, np.int64))
 
     @property
     def is_done(self) -> bool:
@@ -140,20 +131,20 @@ class Lane:
         """Whether the peer had closed the connection before it took anything: another one may do."""
         return not self.is_fresh and not self._received_any
 
-    def move(self) -> None:
-        """Send and receive what can be at once. Raises where the peer refuses a row or the connection fails."""
-        if not self._outgoing.is_done and self._broken is None:
-            self._send()
-        if not self._incoming.is_done:
-            self._receive()
+    def move(self) -> bool:
+        """Send and receive what can be at once; whether that was anything. Raises where the peer refuses a row or the
+        connection fails."""
+        has_sent = not self._outgoing.is_done and self._send()
+        has_received = not self._incoming.is_done and self._receive()
         if self._broken is not None:
             raise self._gone(self._broken.errno or 0)
+        return has_sent or has_received
 
     def end(self) -> None:
         """Every row is in place: forget them."""
         self.used_at = time.monotonic()
         self.is_fresh = False
-        del self._outgoing, self._incoming, self._headers, self._statuses, self._nbytes
+        del self._outgoing, self._incoming, self._headers, self._statuses, self._rows, self._numbers, self._totals
 
     def reset(self) -> None:
         """Close so that the peer finds an error instead of the end of a stream."""
@@ -170,15 +161,16 @@ class Lane:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _send(self) -> None:
+    def _send(self) -> bool:
         pointer, count = self._outgoing.window(WINDOW_NBYTES)
         moved = self._messenger.send(self._fd, pointer, count, MSG_DONTWAIT)
         if moved > 0:
             self._outgoing.advance(moved)
         elif moved not in (-errno.EAGAIN, -errno.EINTR):
-            self._broken = OSError(-moved, os.strerror(-moved))  # why may still be there to be read
+            self._broken = OSError(-moved, os.strerror(-moved))  # the reason may still be there to be read
+        return moved > 0
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
         while True:
             pointer, count = self._incoming.window(WINDOW_NBYTES)
             moved = self._messenger.receive(self._fd, pointer, count, MSG_DONTWAIT)
@@ -187,41 +179,43 @@ class Lane:
                 self._incoming.advance(moved)
                 self._check()
                 if self._broken is None or self._incoming.is_done:
-                    return
+                    return True
             elif moved in (-errno.EAGAIN, -errno.EINTR):
-                return
-            elif self._broken is not None or moved == 0:
+                return False
+            elif moved == 0 or self._broken is not None:
                 self._broken = self._broken or OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-                return
+                return False
             else:  # a reset; a status that came before it is handed out by the next call
                 self._broken = OSError(-moved, os.strerror(-moved))
 
     def _check(self) -> None:
-        """Look at the statuses that are whole, and note which rows are done."""
-        done = self._incoming.nbytes_done
-        if self._has_status:
-            whole = int(self._status_ends.searchsorted(done, "right"))
-            fresh = self._statuses[self._acknowledged : whole]
-            if len(fresh) and not (fresh == STATUS_OK).all():
-                at = self._acknowledged + int(np.argmax(fresh != STATUS_OK))
-                raise self._refused(at, int(self._statuses[at]))
-            self.nbytes_done += int(self._nbytes[self._acknowledged : whole].sum())
-            self._acknowledged = whole
+        """Look at the statuses that are whole, and note what is done."""
+        moved = self._incoming.nbytes_done
+        if not self._has_status:
+            self.nbytes_done = moved if self._opcode is Opcode.READ else int(self._totals[-1])
+            return
+        answered = int(self._status_ends.searchsorted(moved, "right"))
+        fresh = self._statuses[self._answered : answered]
+        if len(fresh) and not (fresh == STATUS_OK).all():
+            at = self._answered + int(np.argmax(fresh != STATUS_OK))
+            raise self._refused(at, int(self._statuses[at]))
+        self._answered = answered
         if self._opcode is Opcode.READ:
-            self.nbytes_done = int(self._nbytes[: int(self._row_ends.searchsorted(done, "right"))].sum())
-        elif not self._has_status:
-            self.nbytes_done = int(self._nbytes.sum())
+            self.nbytes_done = min(int(self._totals[answered]), moved - answered * STATUS_NBYTES)
+        else:
+            self.nbytes_done = int(self._totals[answered])
 
     def _refused(self, at: int, status: int) -> KvxferError:
         """The error for row `at` of this lane, whose status is not OK."""
         if status == STATUS_REJECTED:
+            _, remote, nbytes = (int(column[at]) for column in self._rows)
+            number = int(self._numbers[at])
             return RemoteAccessError(
-                f"{self._label} refused a row of {int(self._nbytes[at])} bytes: it is not inside one registered buffer "
-                "there.",
-                remedy="Register the memory there before its address is told, and do not unregister it while it is "
-                "used.",
+                f"{self._label} refused row {number}: [{remote:#x}, {remote + nbytes:#x}), {nbytes} bytes, is not "
+                "inside one registered buffer there.",
+                remedy="Register memory before its address is told, and do not unregister it while it is used.",
                 peer=self._label,
-                row_at=at,
+                rows=(number,),
             )
         if is_status(status):
             return TransferError(
@@ -242,9 +236,8 @@ class Lane:
                 errno=code,
             )
         reason = "" if self._has_status else " Version 1 of its protocol gives no reason for a refused row but this."
-        kind = PeerClosedError
-        if code in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
-            kind = PeerUnreachableError
+        is_silent = code in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+        kind = PeerUnreachableError if is_silent else PeerClosedError
         return kind(
             f"{self._label} ended a data connection in the middle of a batch: {os.strerror(code)}.{reason}",
             remedy="It may have crashed or been restarted: look at its log.",
@@ -258,10 +251,11 @@ def _cells(array: npt.NDArray[np.generic], nbytes: int) -> AddressColumn:
     return int(array.ctypes.data) + np.arange(len(array), dtype=np.int64) * nbytes
 
 
-def _interleaved(cells: AddressColumn, cell_nbytes: int, local: AddressColumn, nbytes: AddressColumn) -> IovecCursor:
-    """Return a cursor over a cell and a row in turn."""
-    base = np.empty(2 * len(cells), np.int64)
+def _interleave(
+    cells: AddressColumn, cell_nbytes: int, local: AddressColumn, nbytes: AddressColumn
+) -> tuple[AddressColumn, AddressColumn]:
+    """Return the addresses and byte counts of a cell and a row in turn."""
+    base, counts = np.empty((2, 2 * len(cells)), np.int64)
     base[0::2], base[1::2] = cells, local
-    count = np.empty(2 * len(cells), np.int64)
-    count[0::2], count[1::2] = cell_nbytes, nbytes
-    return IovecCursor(base, count)
+    counts[0::2], counts[1::2] = cell_nbytes, nbytes
+    return base, counts

@@ -91,6 +91,12 @@ class Segment:
         """Whether the segment can be used; False once closed, or when the peer has restarted."""
         return self._void is None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the control connection stands; where it does not, the next use connects anew."""
+        session = self._session
+        return self._void is None and session is not None and session.error is None
+
     def region(self, name: str) -> RegionDescriptor:
         """Return the peer's region of that name, asking the peer if it is not known yet."""
         found = self.table.find_name(name)
@@ -308,6 +314,7 @@ class Segment:
             raise RemoteProtocolError(f"{self.address} sent a card without transports.", peer=self.address)
         reasons: dict[str, str] = {}
         remedies: list[str] = []
+        attempts: list[Any] = []
         # Streams of tcp outlive the control connection; shm's endpoint was closed with it.
         old = {endpoint.transport: endpoint for endpoint in self._endpoints if not endpoint.is_closed}
         opened: list[Endpoint] = []
@@ -332,6 +339,7 @@ class Segment:
             except KvxferError as error:
                 reasons[name] = error.message
                 remedies.append(error.remedy)
+                attempts += error.values.get("attempts", ())
         if opened:
             self._endpoints = opened
             for endpoint in old.values():
@@ -346,6 +354,7 @@ class Segment:
             remedy=" ".join(dict.fromkeys(remedies)) or "Allow a common transport on both sides (transports=...).",
             reasons=reasons,
             peer=self.address,
+            attempts=tuple(attempts),
         )
 
     def session_established(self, session: Session) -> None:

@@ -54,7 +54,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if chosen.command is None:
         parser.print_help()
         return STATUS_USAGE
-    module = importlib.import_module(f"kvxfer.cli.{chosen.command}")
+    module = importlib.import_module(f"kvxfer.cli.{chosen.command.replace('-', '_')}")
     status = int(module.run(chosen))
     sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter on its way out
     return status
@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_devices(commands)
     _add_doctor(commands)
     _add_mesh(commands)
+    _add_shim_path(commands)
     return parser
 
 
@@ -315,6 +316,22 @@ def _add_mesh(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     _add_key(mesh)
     mesh.add_argument("--json", action="store_true", help="print one JSON object a line: the engines, then the rails")
+
+
+def _add_shim_path(commands: Commands[argparse.ArgumentParser]) -> None:
+    _add_command(
+        commands,
+        "shim-path",
+        "print the folder that puts kvxfer in Mooncake's place",
+        """
+        Prints a folder for PYTHONPATH. A program that is started with it, and that imports mooncake.engine, gets
+        kvxfer's; docs/mooncake.md says what is different.
+        """,
+        """
+        PYTHONPATH=$(kvxfer shim-path) vllm serve ...
+        PYTHONPATH=$(kvxfer shim-path):$PYTHONPATH python -c 'import mooncake.engine as e; print(e.__file__)'
+        """,
+    )
 
 
 def _add_command(

@@ -216,22 +216,40 @@ def _take_answer(host: MeshHost, answer: bytes) -> None:
 
 def find_problems(hosts: Sequence[MeshHost]) -> list[tuple[str, str]]:
     """Return (what does not work, what to do) for all that should: engines, rails, and pairs of engines without one."""
-    found = [(f"{host.address}: {host.error}", host.remedy) for host in hosts if host.error]
+    found: list[tuple[str, str]] = []
+    told: set[str] = set()
+    for host in hosts:
+        error, remedy = _own_error(host)
+        if error:
+            told.add(host.address)
+            found.append((f"{host.address}: {error}", remedy))
     if not any(host.acts for host in hosts):
         found.append(("no engine acts.", "One of them at least must be a `kvxfer serve`."))
     for host in hosts:
         for target in host.targets:
-            where = f"{host.address} to {target.target}"
-            if target.error:
-                found.append((f"{where}: {target.error}", target.remedy))
-                continue
-            broken = [rail for rail in target.rails if rail.status in ("failed", "not tried")]
-            found += [(f"{where}, {one.local} to {one.remote}: {one.reason}", one.remedy) for one in broken]
-            if not broken and not any(rail.is_working for rail in target.rails):
-                reasons = "; ".join(_unique(rail.reason for rail in target.rails)) or "one of them offers no port"
-                remedy = "Give their ports addresses in common subnets, or routes; `kvxfer devices` shows them."
-                found.append((f"{where}: not one rail: {reasons}", remedy))
+            if not (target.error and {host.address, target.target} & told):
+                found += _target_problems(host.address, target)
     return found
+
+
+def _own_error(host: MeshHost) -> tuple[str, str]:
+    """Return what is wrong with an engine itself, and what to do: that it does not answer, or tries nothing at all."""
+    errors = {(target.error, target.remedy) for target in host.targets}
+    if not host.error and len(errors) == 1:
+        return errors.pop()
+    return host.error, host.remedy
+
+
+def _target_problems(source: str, target: TargetReport) -> list[tuple[str, str]]:
+    where = f"{source} to {target.target}"
+    if target.error:
+        return [(f"{where}: {target.error}", target.remedy)]
+    broken = [rail for rail in target.rails if rail.status in ("failed", "not tried")]
+    if broken or any(rail.is_working for rail in target.rails):
+        return [(f"{where}, {one.local} to {one.remote}: {one.reason}", one.remedy) for one in broken]
+    reasons = "; ".join(_unique(rail.reason for rail in target.rails)) or "one of them offers no port"
+    remedy = "Give their ports addresses in common subnets, or routes; `kvxfer devices` shows them."
+    return [(f"{where}: not one rail: {reasons}", remedy)]
 
 
 def _unique(texts: Iterable[str]) -> list[str]:

@@ -49,8 +49,7 @@ def draw_mesh(hosts: Sequence[MeshHost], problems: Sequence[tuple[str, str]], st
     shown = [one for one in found if one[2].status != "no path"]
     if len(shown) > LISTED_MAX:
         parts += ["", _draw_sums(hosts, style)]
-        shown = [one for one in shown if one[2].status == "lowered"]
-    if shown:
+    elif shown:
         parts += ["", draw_rails(shown, style)]
     reasons = list(dict.fromkeys(rail.reason for _, _, rail in found if rail.status == "no path"))
     if reasons:
@@ -71,10 +70,10 @@ def draw_rails(rails: Sequence[tuple[str, str, RailReport]], style: Style) -> st
         cells = [mark_of(rail, style), f"{source} {rail.local}", f"{target} {rail.remote}"]
         if rail.is_working:
             rates = [format_gbps(rail.write_gbps), format_gbps(rail.read_gbps)] if rail.nbytes else ["-", "-"]
-            rows.append([*cells, str(rail.path_mtu), str(rail.read_depth), *rates, rail.gids])
-            rows += [[style.paint(f"     lowered: {rail.lowered}", "yellow")]] if rail.lowered else []
+            lowered = style.paint(f"; {rail.lowered}", "yellow") if rail.lowered else ""
+            rows.append([*cells, str(rail.path_mtu), str(rail.read_depth), *rates, rail.gids + lowered])
         else:
-            rows.append([*cells, "-", "-", "-", "-", rail.status])
+            rows.append([*cells, "-", "-", "-", "-", f"{rail.status}: see below"])
     return draw_table(header, rows, align, style)
 
 
@@ -130,11 +129,13 @@ def _draw_legend(found: Sequence[tuple[str, str, RailReport]], hosts: Sequence[M
 
 def _draw_sums(hosts: Sequence[MeshHost], style: Style) -> str:
     """A line for each two engines."""
-    header = ["", "from", "to", "rails", "MTU", "write GB/s", "read GB/s", "connect ms"]
-    align: list[Align] = ["<", "<", "<", ">", ">", ">", ">", ">"]
+    header = ["", "from", "to", "rails", "MTU", "write GB/s", "read GB/s", "connect ms", "lowered"]
+    align: list[Align] = ["<", "<", "<", ">", ">", ">", ">", ">", "<"]
     rows = []
     for host in hosts:
         for target in host.targets:
+            if target.error:
+                continue
             good = [rail for rail in target.rails if rail.is_working]
             tried = [rail for rail in target.rails if rail.status != "no path"]
             moved = [rail for rail in good if rail.nbytes]
@@ -148,6 +149,7 @@ def _draw_sums(hosts: Sequence[MeshHost], style: Style) -> str:
                     _range([rail.write_gbps for rail in moved]),
                     _range([rail.read_gbps for rail in moved]),
                     f"{median(rail.connect_ms for rail in good):.1f}" if good else "-",
+                    style.paint("; ".join(dict.fromkeys(rail.lowered for rail in good if rail.lowered)), "yellow"),
                 ]
             )
     return draw_table(header, rows, align, style)

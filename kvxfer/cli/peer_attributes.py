@@ -2,7 +2,7 @@
 
 Pure. The values of the others were read from their sources: NCCL 2.30.7 (net_ib/connect.cc), UCX 1.22 (rc_iface.c,
 ib_iface.c), perftest 26.04 (perftest_resources.c), Mooncake of August 2026 (rdma_endpoint.cpp), each with its defaults.
-What a device says of itself is all that is compared here; a device may refuse more than it says.
+What a device says of itself is all that is compared here; some refuse more than that, and soft RoCE takes more.
 """
 
 from __future__ import annotations

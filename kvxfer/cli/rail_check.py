@@ -232,8 +232,8 @@ class _Trial:
                 if slot_nbytes:
                     facts |= self._move(engine, segment, slot, slot_nbytes)
         except KvxferError as error:
-            reason = error.values.get("reasons", {}).get("rdma", error.message)
-            return RailReport(self._pair.local, self._pair.remote, "failed", reason, error.remedy, **facts)
+            facts.setdefault("attempts", tuple(dict.fromkeys(map(str, error.values.get("attempts", ())))))
+            return RailReport(self._pair.local, self._pair.remote, "failed", _reason_of(error), error.remedy, **facts)
         return RailReport(self._pair.local, self._pair.remote, "lowered" if facts["lowered"] else "ok", **facts)
 
     def _move(self, engine: TransferEngine, segment: Segment, slot: int, nbytes: int) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class _Trial:
         wrong = int((sent[:moved] != received[:moved]).sum())
         if wrong:
             raise PeerRefusedError(
-                f"{wrong} of {moved} bytes that were written over {self._pair.local} to {self._pair.remote} came back different.",
+                f"{wrong} of {moved} bytes that were written over this rail came back different.",
                 remedy="Does anything else write to that memory, another mesh or a bench? If not, the device or kvxfer "
                 "is at fault: please report it.",
                 peer=self._address,
@@ -278,3 +278,17 @@ class _Trial:
 
     def _left_s(self) -> float:
         return max(0.1, self._deadline - time.monotonic())
+
+
+def _reason_of(error: KvxferError) -> str:
+    """Return why a rail failed, in a sentence or two: of the first pair of GIDs that was tried, without all its values.
+
+    Those are in the log of the engine that tried.
+    """
+    attempts = error.values.get("attempts", ())
+    if attempts:
+        first = attempts[0]
+        reason, _, _ = first.reason.partition(" Given: ")  # queue_pair.py: what follows is every value
+        return f"{first.step} ({first.side}): {reason}"
+    reason = error.values.get("reasons", {}).get("rdma", error.message)
+    return str(reason)

@@ -6,6 +6,7 @@ Read next: `mooncake.py`, the names; docs/mooncake.md, what is different.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -35,4 +36,4 @@ def install() -> None:
     package = sys.modules.get("mooncake")
     if package is not None and present is None:  # the real package without its engine: ours goes before it
         package.__path__ = [str(shim_path() / "mooncake"), *package.__path__]
-    import mooncake.engine  # noqa: F401
+    importlib.import_module("mooncake.engine")

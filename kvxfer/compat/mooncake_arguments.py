@@ -31,15 +31,18 @@ class Rows:
     count: int
     nbytes_total: int
 
+    def columns(self) -> tuple[AddressColumn, AddressColumn, AddressColumn]:
+        """Return the rows as columns: local, remote, nbytes."""
+        local, remote, nbytes = (np.atleast_1d(np.asarray(one)) for one in (self.local, self.remote, self.nbytes))
+        return local, remote, nbytes
+
     @classmethod
     def of_one(cls, local: int, remote: int, nbytes: int) -> Rows:
         """Return one row; none where it has no bytes."""
         return cls(local, remote, nbytes, 1 if nbytes else 0, nbytes)
 
     @classmethod
-    def of_columns(
-        cls, local: npt.NDArray[Any], remote: npt.NDArray[Any], nbytes: npt.NDArray[Any]
-    ) -> Rows:
+    def of_columns(cls, local: npt.NDArray[Any], remote: npt.NDArray[Any], nbytes: npt.NDArray[Any]) -> Rows:
         """Return the rows that have bytes. Raises UsageError where the columns differ in length."""
         if not len(local) == len(remote) == len(nbytes):
             raise UsageError(
@@ -125,6 +128,4 @@ def _from_array(call: str, name: str, value: npt.NDArray[Any]) -> npt.NDArray[An
 
 
 def _incompatible(call: str, name: str, wanted: str, value: object) -> TypeError:
-    return TypeError(
-        f"{call}(): incompatible function arguments: {name} must be {wanted}, not {type(value).__name__}."
-    )
+    return TypeError(f"{call}(): incompatible function arguments: {name} must be {wanted}, not {type(value).__name__}.")

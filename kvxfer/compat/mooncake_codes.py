@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvxfer import errors
 from kvxfer.log import get_logger
 
-__all__ = ["Code", "answer", "code_of", "last_error", "report"]
+__all__ = ["Answer", "Code", "answer", "code_of", "last_error", "report"]
 
 Answer = TypeVar("Answer")
 log = get_logger(__name__)
@@ -59,6 +59,7 @@ _CODES: tuple[tuple[type[BaseException], Code], ...] = (
     (errors.PeerRefusedError, Code.REJECT_HANDSHAKE),
     (errors.AuthenticationError, Code.REJECT_HANDSHAKE),
     (errors.PeerError, Code.ENDPOINT),
+    (errors.DirectoryError, Code.METADATA),
     (errors.ProtocolError, Code.MALFORMED_JSON),
     (MemoryError, Code.MEMORY),
     (OSError, Code.SOCKET),
@@ -90,7 +91,7 @@ def report(call: str, error: Exception) -> Code:
     return code
 
 
-def answer(call: str, failed: Answer | None, work: Callable[..., Answer], *arguments: Any) -> Answer | int:
+def answer(call: str, failed: Answer | None, work: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return what `work(*arguments)` returns; where it raises, `failed`, or the code of the error if that is None.
 
     Nothing but an interrupt gets out: callers of Mooncake look at integers.
@@ -98,5 +99,5 @@ def answer(call: str, failed: Answer | None, work: Callable[..., Answer], *argum
     try:
         return work(*arguments)
     except Exception as error:
-        code = report(call, error)
-        return int(code) if failed is None else failed
+        code: Any = int(report(call, error))
+        return code if failed is None else failed

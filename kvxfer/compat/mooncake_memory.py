@@ -1,7 +1,8 @@
 """Memory that the drop-in hands out, and copies of the caller's memory that cannot crash.
 
-`BufferPool` is the managed buffers, and the staging place of rows whose local memory is not registered. `copy_bytes` and
-`copy_rows` let the kernel copy (process_vm_readv of this very process): an address that is none is an error, no signal.
+`BufferPool` is the managed buffers, and the staging place of rows whose local memory is not registered. `copy_bytes`
+and `copy_rows` let the kernel copy (process_vm_readv of this very process): an address that is none is an error, no
+signal.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CLASS_NBYTES_MIN = 8 << 10  # Mooncake's least class
 SLAB_NBYTES = 64 << 20
 """Pieces of up to this size come from slabs of it, larger ones are regions of their own. Mooncake takes 2 GiB at the
 first call; an RDMA device pins what is registered, so a slab is no larger than it must be."""
-COPY_NBYTES = 1 << 30  # one call moves at most MAX_RW_COUNT, 2**31 - 4096: readv(2)
+COPY_NBYTES = 64 << 20  # of one call, some 10 ms: Ctrl-C is seen between two
 
 
 class BufferPool:
@@ -112,7 +113,7 @@ def copy_rows(destination: AddressColumn, source: AddressColumn, nbytes: Address
 
 
 def _refusal(code: int, nbytes_done: int) -> MemoryArgumentError:
-    if code == -errno.EFAULT or code == 0:
+    if code in (-errno.EFAULT, 0):
         return MemoryArgumentError(
             f"there is no such memory in this process, {nbytes_done} bytes into the copy.",
             remedy="Check the address and the length; memory that is freed or read-only cannot be used.",

@@ -20,7 +20,7 @@ from kvxfer.addresses import is_wildcard, parse_host_port
 from kvxfer.compat.mooncake_environment import is_on, read_number
 from kvxfer.log import get_logger
 
-__all__ = ["P2P", "Wish", "open_engine", "transfer_timeout_s"]
+__all__ = ["P2P", "Wish", "listen_ports", "open_engine", "transfer_timeout_s"]
 
 P2P = "P2PHANDSHAKE"
 ALLOW_FALLBACK = "KVXFER_ALLOW_FALLBACK"
@@ -62,6 +62,13 @@ class Wish:
 def transfer_timeout_s(environment: Mapping[str, str]) -> float:
     """Return how long a transfer may take, without what its bytes add."""
     return max(TIMEOUT_S_MIN, read_number(environment, ("MC_TRANSFER_TIMEOUT",), TIMEOUT_S, 0.0, 86400.0))
+
+
+def listen_ports(environment: Mapping[str, str]) -> list[int]:
+    """Return the ports to try, in random order: processes that start at the same time begin at different ones."""
+    low = read_number(environment, ("MC_MIN_RPC_PORT", "MC_MIN_PRC_PORT"), PORT_RANGE[0], 1, 65535)
+    high = read_number(environment, ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT"), max(low, PORT_RANGE[1]), low, 65535)
+    return random.sample(range(low, high + 1), min(PORT_TRIES, high + 1 - low))
 
 
 def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
@@ -109,8 +116,9 @@ def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
 
 def _no_device(wish: Wish, probe: Probe) -> DeviceNotFoundError:
     named = f" (device_name {wish.device_name!r})" if wish.device_name else ""
+    reason = probe.reason.rstrip(".")
     return DeviceNotFoundError(
-        f'protocol "rdma"{named} cannot be had on this machine: {probe.reason}.',
+        f'protocol "rdma"{named} cannot be had on this machine: {reason}.',
         remedy=f'{probe.remedy} Or ask for protocol "tcp" (vLLM: kv_connector_extra_config {{"mooncake_protocol": '
         f'"tcp"}}), or set {ALLOW_FALLBACK}=1 to go on over tcp.'.strip(),
         protocol=wish.protocol,
@@ -145,8 +153,8 @@ def _rdma_settings(device_name: str, environment: Mapping[str, str]) -> dict[str
     settings: dict[str, Any] = {}
     if "NCCL_IB_GID_INDEX" in environment and "MC_GID_INDEX" not in environment:
         settings["gid_index"] = read_number(environment, ("NCCL_IB_GID_INDEX",), -1, -1, 255)
-    filters = environment.get("KVXFER_RDMA_DEVICES", environment.get("MC_TE_FILTERS", ""))
-    wanted = [item.strip() for item in (device_name or filters).split(",") if item.strip()]
+    named = device_name or environment.get("MC_TE_FILTERS", "")
+    wanted = [item.strip() for item in named.split(",") if item.strip()]
     present = [device.name for device in list_sysfs_devices()]
     here = [item for item in wanted if item.partition(":")[0] in present]
     if here and len(here) < len(wanted):
@@ -168,9 +176,7 @@ def _listen(settings: dict[str, Any], wish: Wish, environment: Mapping[str, str]
     if not wish.is_p2p and "MC_LEGACY_RPC_PORT_BINDING" in environment:
         port = wish.port or read_number(environment, ("MC_HANDSHAKE_PORT",), HANDSHAKE_PORT, 1, 65535)
         return TransferEngine(**settings, port=port)
-    low = read_number(environment, ("MC_MIN_RPC_PORT", "MC_MIN_PRC_PORT"), PORT_RANGE[0], 1, 65535)
-    high = read_number(environment, ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT"), max(low, PORT_RANGE[1]), low, 65535)
-    ports = random.sample(range(low, high + 1), min(PORT_TRIES, high + 1 - low))
+    ports = listen_ports(environment)
     for port in ports[:-1]:
         try:
             return TransferEngine(**settings, port=port)

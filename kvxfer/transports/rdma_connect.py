@@ -64,7 +64,7 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
     Raises TransportUnavailableError with every try; PeerError where the peer is gone. Takes no lock of the endpoint.
     """
     attempts: list[Attempt] = []
-    last: KvxferError | None = None
+    told: KvxferError | None = None
     before = rail.number
     try:
         _check_port(rail)
@@ -76,10 +76,11 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
                 try:
                     queue = _try(rail, link, config, gids, attributes, deadline)
                 except _StepFailedError as error:
-                    failed, last = error, error.error
+                    failed = error
                     change = ladder.descend(failed.step, failed.side, failed.number)
-                    told = change or ("given up" if gids is None else f"{gids}: given up")
-                    attempts.append(Attempt(failed.step, failed.side, failed.number, last.message, attributes, told))
+                    text = change or ("given up" if gids is None else f"{gids}: given up")
+                    reason = error.error.message
+                    attempts.append(Attempt(error.step, error.side, error.number, reason, attributes, text))
                     if not change:
                         break
                 else:
@@ -88,13 +89,14 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
                     rail.note_connected(gids, attributes, attempts)
                     return queue
             assert failed is not None
+            told = told or failed.error  # of the best pair; the others were a last resort
             if failed.step not in OF_GIDS or time.monotonic() >= deadline:
                 break
     except (VerbsError, DeviceUnusableError, PeerUnreachableError) as error:
-        last = error  # a peer that is silent may be gone: the session finds out, and ends then
+        told = error  # a peer that is silent may be gone: the session finds out, and ends then
     if rail.number != before:
         link.hang_up("rdma", rail.number, min(deadline, time.monotonic() + HANG_UP_S))
-    raise _failure(rail, link, last, attempts)
+    raise _failure(rail, link, told, attempts)
 
 
 def forget_what_worked() -> None:
@@ -246,14 +248,14 @@ def _remember(rail: Rail, attributes: QueuePairAttributes, attempts: list[Attemp
 
 
 def _failure(
-    rail: Rail, link: PeerLink, last: KvxferError | None, attempts: list[Attempt]
+    rail: Rail, link: PeerLink, error: KvxferError | None, attempts: list[Attempt]
 ) -> TransportUnavailableError:
     told = "; ".join(dict.fromkeys(map(str, attempts)))
-    reason = last.message if last is not None else "its GIDs and the peer's do not fit"
+    reason = error.message if error is not None else "its GIDs and the peer's do not fit"
     rail.attempts = tuple(attempts)
     return TransportUnavailableError(
         f"{rail.label}: {reason}" + (f" Tried: {told}." if told else ""),
-        remedy=last.remedy if last is not None else "`kvxfer devices` on both hosts shows the GIDs.",
+        remedy=error.remedy if error is not None else "`kvxfer devices` on both hosts shows the GIDs.",
         peer=link.label,
         reasons={"rdma": reason},
         attempts=tuple(attempts),

@@ -247,11 +247,12 @@ class RdmaEndpoint(Endpoint):
             try:
                 moved |= queue.post(lane) > 0
             except PostError as error:
-                if error.values.get("bad_index", 0) < 0:
-                    queue.break_by(error)  # nobody knows what is on it
-                elif not error.is_for_want_of_room or queue.is_stuck:
+                moved |= error.posted_count > 0
+                if not error.is_for_want_of_room:
                     lane.transfer.work.error = error
                     waiting.popleft()
+                elif error.values.get("bad_index", 0) < 0 or (not error.posted_count and queue.is_stuck):
+                    queue.break_by(error)  # nobody knows what is on it, or nothing will make room
                 break  # room comes with completions
             if lane.posted == lane.count:
                 waiting.popleft()

@@ -219,7 +219,7 @@ class Mender:
         return None
 
     def _failure(self, failures: Sequence[TransportUnavailableError]) -> TransportUnavailableError:
-        told = " ".join(dict.fromkeys(error.message for error in failures))
+        told = " ".join(rail.trouble for rail in self._rails if rail.trouble)  # the last of each: rounds repeat
         return TransportUnavailableError(
             f"no RDMA connection to {self._link.label}: {told}",
             remedy=failures[0].remedy,

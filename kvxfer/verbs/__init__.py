@@ -1,6 +1,6 @@
 """libibverbs from Python: devices, memory regions, queue pairs. Nothing is opened before it is asked for.
 
-    >>> from kvxfer.verbs import list_devices
+    >>> from kvxfer.verbs.device import list_devices
     >>> for device in list_devices():
     ...     with device.open() as context:
     ...         print(device.name, context.ports())

@@ -296,7 +296,8 @@ def _other(attempt: Attempt, around: Surroundings) -> Iterator[Suspect]:
     rank = 0 if attempt.error == errno.EINVAL else POSSIBLE
     why, remedy = _ERRNO_WORDS.get(attempt.error, ("the driver gives no reason that is known here", _SEE_KERNEL))
     culprit = "the step" if attempt.error == errno.EINVAL else errno_name(attempt.error)
-    if attempt.error not in (errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH) or attempt.address is None:
+    is_of_peer = attempt.address is not None and attempt.address.is_global  # then `_peer` has said more
+    if attempt.error not in (errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH) or not is_of_peer:
         yield rank, Finding(culprit, why, remedy)
 
 

@@ -321,6 +321,25 @@ def test_doctor_opens_a_peer_and_names_what_carries(serve: Serve) -> None:
     assert "shm carries" in peer["value"]
 
 
+def test_mesh_of_engines_without_rdma_says_so_for_each_and_fails(serve: Serve, tmp_path: Path) -> None:
+    other = Serve("--size", "8MiB", "--json")
+    file = tmp_path / "hosts.txt"
+    file.write_text(f"{serve.address}  # one\n{other.address}\n")
+
+    done = run("mesh", str(file), "--json")
+    text = run("mesh", str(file))
+    other.stop()
+    _, out, _, _ = serve.stop()
+
+    hosts = objects(done.stdout)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert [host["host"] for host in hosts] == [serve.address, other.address]
+    assert all(host["acts"] and not host["error"] and host["failed_targets"] for host in hosts)
+    assert text.returncode == 1
+    assert "2 problems" in text.stdout
+    assert {"mesh.asked", "mesh.answered"} <= {item["event"] for item in objects(out)}
+
+
 def test_doctor_says_why_a_transport_to_the_peer_was_passed_over() -> None:
     server = Serve("--size", "4MiB", "--transport", "tcp")
 
@@ -361,13 +380,17 @@ def test_doctor_reports_a_broken_setting_and_goes_on() -> None:
         (["serve", "--port", "70000"], 2, "65535"),
         (["serve", "--size", "4000TiB"], 2, "1024TiB"),
         (["serve", "--size", "1000TiB"], 1, "Ask for less"),
-        (["serve", "--transport", "rdma"], 1, "no RDMA device"),
+        (["serve", "--transport", "rdma"], 1, "no RDMA"),
         (["bench", "--peer", "nohost"], 2, "192.0.2.10:41234"),
         (["bench", "--peer", "127.0.0.1:1"], 1, "127.0.0.1:1"),
-        (["bench", "--transport", "rdma"], 1, "no RDMA device"),
+        (["bench", "--transport", "rdma"], 1, "no RDMA"),
         (["bench", "--op", "append"], 2, "write, read"),
         (["bench", "--plot", "x.jpg"], 2, ".png or .svg"),
         (["bench", "--key-env", "NOT_SET_ANYWHERE"], 2, "export NOT_SET_ANYWHERE="),
+        (["mesh", "/nowhere/hosts.txt"], 2, "cannot be read"),
+        (["mesh", "/dev/null"], 2, "a mesh has two at least"),
+        (["mesh", "hosts.txt", "--timeout", "0"], 2, "1 to 3600"),
+        (["mesh", "hosts.txt", "--parallel", "65"], 2, "1 to 64"),
         (["frobnicate"], 2, "invalid choice"),
         (["demo", "--frobnicate"], 2, "kvxfer demo --help"),
     ],
@@ -414,7 +437,7 @@ def test_reader_that_goes_away_is_no_error() -> None:
     assert (doctor.returncode, err) == (141, "")
 
 
-@pytest.mark.parametrize("command", ["", "demo", "serve", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["", "demo", "serve", "bench", "devices", "doctor", "mesh"])
 def test_help_teaches_by_example(command: str) -> None:
     done = run(*command.split(), "--help")
 

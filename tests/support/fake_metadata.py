@@ -68,8 +68,8 @@ def fake_http(values: Values, port: int = 0) -> Iterator[str]:
         _send(handler, 404 if values.pop(key_of(handler), None) is None else 200, b"")
 
     server = ThreadingHTTPServer(("127.0.0.1", port), _handler(do_GET=get, do_PUT=put, do_DELETE=delete))
-    with running(server) as port:
-        yield f"http://127.0.0.1:{port}/metadata"
+    with running(server) as at:
+        yield f"http://127.0.0.1:{at}/metadata"
 
 
 @contextlib.contextmanager

@@ -279,6 +279,14 @@ def test_every_error_number_has_an_answer(error: int, word: str) -> None:
     assert finding.remedy.endswith(".")
 
 
+@pytest.mark.parametrize("error", [errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH])
+def test_an_infiniband_address_without_a_gid_has_an_answer_too(error: int) -> None:
+    """The three are of RoCE's address resolution, which says more; here nothing did, and the diagnosis fell over."""
+    by_lid = AddressVector(port=1, is_global=False, dlid=5)
+
+    assert diagnose(Attempt(INIT, RTR, {**TO_RTR, "ah_attr": by_lid}, error), Surroundings("mlx5_0", limits()))
+
+
 def test_nothing_is_known_of_the_device_any_more() -> None:
     findings = diagnose(Attempt(INIT, RTR, TO_RTR, errno.EIO), around(port=None, gid_table=None))
 

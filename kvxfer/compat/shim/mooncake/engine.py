@@ -4,4 +4,4 @@ Read next: `kvxfer/compat/mooncake.py`.
 """
 
 from kvxfer.compat.mooncake import *  # noqa: F403
-from kvxfer.compat.mooncake import __all__ as __all__
+from kvxfer.compat.mooncake import __all__  # noqa: F401

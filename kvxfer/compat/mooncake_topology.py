@@ -1,0 +1,56 @@
+"""Which RDMA devices are near which memory, in Mooncake's form: {"cpu:0": [[preferred], [others]], ...}.
+
+Callers read it to learn whether there is any RDMA device at all, so one that cannot carry data is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvxfer import EngineConfig, KvxferError
+from kvxfer.transports.rdma_nic import close_nics, open_nics
+
+__all__ = ["NO_TOPOLOGY", "local_topology"]
+
+NO_TOPOLOGY = '{"cpu:0": [[], []]}\n'
+
+
+def local_topology(config: EngineConfig, environment: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Return the JSON text. MC_CUSTOM_TOPO_JSON names a file that is returned instead; raises OSError without it.
+
+    The devices are opened for it and closed again. None can be used: every list is empty.
+    """
+    custom = environment.get("MC_CUSTOM_TOPO_JSON")
+    if custom:
+        return Path(custom).read_text()
+    matrix = build_matrix(_find_devices(config), _numa_nodes(root))
+    return json.dumps(matrix, indent="\t") + "\n"
+
+
+def build_matrix(devices: Mapping[str, int | None], nodes: list[int]) -> dict[str, list[list[str]]]:
+    """Return the lists for each NUMA node. devices: the node of each, None where it is not known: near to all."""
+    return {
+        f"cpu:{node}": [
+            [name for name, its in devices.items() if its in (None, node)],
+            [name for name, its in devices.items() if its not in (None, node)],
+        ]
+        for node in nodes
+    }
+
+
+def _find_devices(config: EngineConfig) -> dict[str, int | None]:
+    try:
+        survey = open_nics(config)
+    except KvxferError:
+        return {}
+    found = {nic.context.name: nic.numa_node for nic in survey.nics}
+    close_nics(survey.nics)
+    return found
+
+
+def _numa_nodes(root: Path) -> list[int]:
+    folder = root / "sys/devices/system/node"
+    nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")] if folder.is_dir() else []
+    return sorted(int(node) for node in nodes if node.isdecimal()) or [0]

@@ -1,0 +1,221 @@
+"""The drop-in between processes that are killed, stopped, restarted and forked, and under many threads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.mooncake_programs import NBYTES, Pair, Program
+
+pytestmark = pytest.mark.slow
+MEDIA = ("shm,tcp", "tcp")
+ONE_WRITE = "E.transfer_sync_write(S, A, B, 64)"
+LAST_ERROR = "type(m.last_error()).__name__"
+
+
+@pytest.fixture(params=MEDIA)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS=request.param)) as pair:
+        yield pair
+
+
+def test_killed_peer_is_told_at_once_and_by_its_error(pair: Pair) -> None:
+    assert pair.run(ONE_WRITE) == 0
+    pair.target.kill()
+
+    begun = time.monotonic()
+    codes = [pair.run(ONE_WRITE) for _ in range(3)]
+
+    assert time.monotonic() - begun < 2.0
+    assert all(code < 0 for code in codes)
+    assert codes[-1] == -102
+    assert pair.run(LAST_ERROR) == "PeerUnreachableError"
+    assert pair.initiator.log().count("mooncake.call_failed") == 3
+
+
+@pytest.mark.parametrize("transports", MEDIA)
+def test_peer_restarted_at_its_session_id_works_at_the_next_call(transports: str) -> None:
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS=transports)) as pair:
+        assert pair.run(ONE_WRITE) == 0
+        port = pair.session.rpartition(":")[2]
+        for _ in range(5):
+            pair.target.kill()
+            pair.target.close()
+            pair.target = Program(KVXFER_TRANSPORTS=transports, MC_MIN_RPC_PORT=port, MC_MAX_RPC_PORT=port)
+            assert pair.target.initialize() == pair.session
+            _, address = pair.target.run("B = memory(N); result = (E.register_memory(B, N), B)", N=NBYTES)
+
+            codes = [pair.run("E.transfer_sync_write(S, A, B, 64)", B=address) for _ in range(2)]
+
+            assert codes[1] == 0, pair.initiator.log()[-2000:]
+            assert codes[0] in (0, -201, -102)
+
+
+def test_stopped_peer_fails_a_transfer_after_the_timeout_and_nothing_comes_late() -> None:
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp", MC_TRANSFER_TIMEOUT="1")) as pair:
+        assert pair.run(ONE_WRITE) == 0
+        with pair.target.stopped():
+            code, elapsed_s = pair.run(
+                "poke(A, b'1' * N); t = time.monotonic(); result = (E.transfer_sync_write(S, A, B, N), "
+                "time.monotonic() - t); poke(A, b'7' * N)",
+                N=NBYTES,
+            )
+
+        assert code == -2
+        assert 4.9 < elapsed_s < 6.5  # Mooncake's least is 5 s
+        time.sleep(0.3)
+        assert b"7" not in bytes.fromhex(pair.target.run("peek(A, N)", N=NBYTES)["bytes"])
+        assert pair.run(ONE_WRITE) == 0, pair.initiator.log()
+
+
+def test_probe_of_a_stopped_peer_answers_within_two_seconds(pair: Pair) -> None:
+    with pair.target.stopped():
+        begun = time.monotonic()
+        code = pair.run("E.send_probe(S)")
+        elapsed_s = time.monotonic() - begun
+
+    assert code == -102
+    assert elapsed_s < 2.5
+    assert pair.run("E.send_probe(S)") == 0
+
+
+def test_notification_comes_after_the_bytes_and_not_after_a_failure(pair: Pair) -> None:
+    notify = "E.batch_transfer_sync(S, [A], [{}], [64], m.Write, notify=m.TransferNotify('{}', 'text'))"
+
+    assert pair.run(notify.format("17", "bad")) == -3
+    assert pair.run(notify.format("B", "good")) == 0
+
+    assert pair.target.run("[(n.name, n.msg) for n in E.get_notifies()]") == [["good", "text"]]
+
+
+def test_sixteen_threads_share_one_engine(pair: Pair) -> None:
+    codes = pair.run(
+        """
+def work(n):
+    for i in range(50):
+        at = 4096 * n + 64 * i
+        poke(A + at, bytes([n + 1]) * 64)
+        codes.append(E.batch_transfer_sync_write(S, [A + at, A + at + 32], [B + at, B + at + 32], [32, 32]))
+codes = []
+threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+for one in threads: one.start()
+for one in threads: one.join()
+result = codes
+"""
+    )
+
+    assert codes == [0] * 800
+    for n in range(16):
+        there = bytes.fromhex(pair.target.run("peek(A + at, 3200)", at=4096 * n)["bytes"])
+        assert there == bytes([n + 1]) * 3200
+
+
+@pytest.mark.parametrize("count", [8192, 100_000])
+def test_long_batches(pair: Pair, count: int) -> None:
+    found = pair.run(
+        """
+import random
+order = list(range(count)); random.seed(1); random.shuffle(order)
+poke(A, os.urandom(8 * count)); source = [A + 8 * i for i in range(count)]; there = [B + 8 * i for i in order]
+write = E.batch_transfer_sync_write(S, source, there, [8] * count)
+poke(A, bytes(8 * count)) if False else None
+sent = peek(A, 8 * count)
+poke(A, bytes(8 * count))
+result = (write, E.batch_transfer_sync_read(S, source, there, [8] * count), peek(A, 8 * count) == sent)
+""",
+        count=count,
+    )
+
+    assert found == [0, 0, True]
+
+
+def test_many_asynchronous_batches_are_waited_for_at_once(pair: Pair) -> None:
+    found = pair.run(
+        "ids = [E.batch_transfer_async_write(S, [A + 64 * i], [B + 64 * i], [64]) for i in range(500)]\n"
+        "result = (len(set(ids)), min(ids) > 0, E.get_batch_transfer_status(ids), E.get_batch_transfer_status(ids))"
+    )
+
+    assert found == [500, True, 0, -1]
+
+
+def test_interrupt_ends_a_call_within_a_moment() -> None:
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp")) as pair:
+        assert pair.run(ONE_WRITE) == 0
+        with pair.target.stopped():
+            pair.initiator.begin(
+                "t = time.monotonic()\ntry:\n    E.transfer_sync_write(S, A, B, N)\n"
+                "except KeyboardInterrupt:\n    result = time.monotonic() - t",
+                N=NBYTES,
+            )
+            time.sleep(0.5)
+            pair.initiator.process.send_signal(signal.SIGINT)
+            elapsed_s = pair.initiator.finish()
+
+        assert elapsed_s < 1.0
+        assert pair.run(ONE_WRITE) == 0
+
+
+def test_forked_child_gets_codes_and_the_parent_goes_on(pair: Pair) -> None:
+    code = """
+pid = os.fork()
+if pid == 0:
+    good = E.transfer_sync_write(S, A, B, 64) == -1 and type(m.last_error()).__name__ == "ForkedError"
+    good = good and E.register_memory(X, 64) == -1 and E.send_probe(S) == -1 and E.get_notifies() == []
+    own = m.TransferEngine()
+    good = good and own.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    good = good and own.transfer_sync_write(S, X, B, 64) == 0
+    os._exit(0 if good else 1)
+result = os.waitpid(pid, 0)[1]
+"""
+    assert pair.run(ONE_WRITE) == 0
+
+    assert pair.run(code) == 0, pair.initiator.log()[-3000:]
+    assert [pair.run(ONE_WRITE) for _ in range(100)] == [0] * 100
+
+
+def test_an_engine_that_is_dropped_gives_its_port_and_threads_back() -> None:
+    with Program() as program:
+        program.initialize()
+
+        found = program.run(
+            """
+import gc
+before = len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd'))
+for _ in range(20):
+    F = m.TransferEngine()
+    assert F.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', '') == 0
+    assert E.send_probe(f'127.0.0.1:{F.get_rpc_port()}') == 0
+    del F
+    gc.collect()
+deadline = time.monotonic() + 10
+while (now := (len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd')))) > before:
+    assert time.monotonic() < deadline, (before, now)
+    time.sleep(0.02)
+result = True
+"""
+        )
+
+    assert found
+
+
+def test_a_thousand_sessions_one_after_the_other_leave_nothing() -> None:
+    with contextlib.closing(Pair()) as pair:
+        found = pair.run(
+            """
+def count():
+    return len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))
+sizes = []
+for i in range(1000):
+    F = m.TransferEngine() if i % 100 == 0 else F
+    if i % 100 == 0:
+        assert F.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', '') == 0
+    assert F.transfer_sync_write(S.replace('127.0.0.1', f'127.0.0.{1 + i % 100}'), X, B, 64) == 0, m.last_error()
+result = True
+"""
+        )
+
+    assert found

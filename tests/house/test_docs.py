@@ -1,0 +1,84 @@
+"""What the documents say holds: their examples run, their settings exist, their links lead somewhere, the ladder is
+the one in the code. Run as a program this file writes the ladder into docs/rdma.md."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from kvxfer.config import EngineConfig
+from kvxfer.transports.rdma_ladder import LADDER, QueuePairAttributes
+from tests.support.doc_examples import ROOT, run_blocks
+from tests.support.fake_verbs import FakeFabric, FakeLibrary, connectx
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+RDMA = ROOT / "docs" / "rdma.md"
+BEGIN, END = "<!-- the ladder, written by tests/house/test_docs.py -->\n", "<!-- end of the ladder -->\n"
+STARTS = QueuePairAttributes(path_mtu=4096, read_depth=16, send_depth=256)
+SETTING = re.compile(r"`(rdma_[a-z_]+|gid_[a-z]+|pkey_index|path_mtu_nbytes_max)`")
+VARIABLE = re.compile(r"KVXFER_[A-Z_]+")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+OTHER_VARIABLES = {"KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK", "KVXFER_UML_KERNEL"}
+NO_SETTINGS = {"rdma_rxe", "rdma_cm"}
+
+
+def render_ladder() -> str:
+    """Return the table of the ladder as Markdown."""
+    lines = ["| refused in | with | lowered | to |\n", "|---|---|---|---|\n"]
+    for step, ways in LADDER.items():
+        for numbers, lower in ways:
+            names = ", ".join(sorted(errno.errorcode[number] for number in numbers))
+            values, attributes, changed = [], STARTS, ""
+            while (lowered := lower(attributes)) is not None:
+                before, after = attributes.to_json(), lowered.to_json()
+                (changed,) = [name for name in after if before[name] != after[name]]
+                values.append(str(after[changed]))
+                attributes = lowered
+            start = STARTS.to_json()[changed]
+            begun = "what the link needs" if start is None else str(start)
+            lines.append(f"| {step} | {names} | `{changed}` | {' → '.join([begun, *values])} |\n")
+    return "".join(lines)
+
+
+def test_ladder_in_the_document_is_the_one_in_the_code() -> None:
+    text = RDMA.read_text()
+
+    assert text.partition(BEGIN)[2].partition(END)[0] == render_ladder(), f"run: python {Path(__file__).name}"
+
+
+def test_examples_of_the_verbs_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    library = FakeLibrary(FakeFabric(), connectx("mlx5_0", "192.0.2.1"))
+
+    with mock.patch("kvxfer.verbs.device.load_library", lambda *_: library):
+        run_blocks(ROOT / "docs" / "verbs.md")
+
+    out = capsys.readouterr().out
+    assert "mlx5_0" in out
+    assert "sgid_index 200 is an empty row" in out
+    assert not library.leaks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_and_variables_that_a_page_names_exist(page: Path) -> None:
+    rows = EngineConfig.settings()
+    text = page.read_text()
+
+    assert set(SETTING.findall(text)) - NO_SETTINGS <= {row.name for row in rows} | {"gid_tbl_len"}
+    assert set(VARIABLE.findall(text)) <= {row.variable for row in rows} | OTHER_VARIABLES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+
+    assert not missing
+
+
+if __name__ == "__main__":
+    head, _, rest = RDMA.read_text().partition(BEGIN)
+    RDMA.write_text(head + BEGIN + render_ladder() + END + rest.partition(END)[2])

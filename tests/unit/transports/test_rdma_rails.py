@@ -1,0 +1,636 @@
+"""Many NICs over fakes: who is paired with whom, how bytes are shared out, and what happens when a rail breaks."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from kvxfer import TransferBatch
+from kvxfer.errors import CompletionError, KvxferError, TransportUnavailableError
+from kvxfer.system.interfaces import Interface
+from kvxfer.transports.rdma import RdmaTransport
+from kvxfer.transports.rdma_nic import Nic
+from kvxfer.verbs.enums import CompletionStatus, EventType, PortState
+from kvxfer.verbs.routes import Route
+from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
+from tests.support.fake_verbs import FakeFabric, FakeNic, FakePort, connectx, erdma, gid
+
+Status = CompletionStatus
+LARGE_NBYTES = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rail that broke rests for 10 ms, 20, 40."""
+    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.01)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
+    with fake_hosts(tmp_path) as made:
+        yield made
+
+
+def rails(count: int, host: int, *, kind: Callable[..., FakeNic] = erdma, prefix: str = "mlx_") -> list[FakeNic]:
+    """NICs "mlx_0" ..., each in a subnet of its own."""
+    return [kind(f"{prefix}{row}", f"10.{row}.0.{host}", ndev=f"eth{row}") for row in range(count)]
+
+
+def open_pair(hosts: FakeHosts, count: int = 2, *, nbytes: int = LARGE_NBYTES, **options: Any) -> Pair:
+    """Two hosts with `count` rails in separate subnets."""
+    hosts.fabric.separate_subnets()
+    pair = hosts.pair(rails(count, 1), rails(count, 2), nbytes=nbytes, **options)
+    pair.open()
+    return pair
+
+
+def nics(pair: Pair) -> tuple[Nic, ...]:
+    transport = pair.a.transport("rdma")
+    assert isinstance(transport, RdmaTransport)
+    return transport.nics
+
+
+def sent(pair: Pair) -> dict[str, int]:
+    """Bytes by port of ours."""
+    return {nic.name: nic.nbytes_sent for nic in nics(pair)}
+
+
+def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
+def whole(pair: Pair, nbytes: int = 65536, **options: Any) -> TransferBatch:
+    """Submit all memory in rows."""
+    pair.fill()
+    rows = pair.rows(nbytes)
+    return pair.a.submit_write(pair.segment, pair.local.address + rows, pair.remote.address + rows, nbytes, **options)
+
+
+def sender(pair: Pair, device: str) -> Any:
+    (found,) = pair.libraries[0].device(device).queue_pairs.values()
+    return found
+
+
+# Pairing.
+
+
+def test_only_ports_of_one_subnet_talk_and_no_cross_pair_is_tried(hosts: FakeHosts) -> None:
+    """B27: 100 slices, cross pairs would time out."""
+    pair = open_pair(hosts, nbytes=100 * 65536)
+
+    with capture_logs() as events:
+        pair.write(65536)
+
+    assert sorted(pair.connected) == ["mlx_0:1 to mlx_0:1", "mlx_1:1 to mlx_1:1"]
+    assert not [event for event in events if event["event"] == "rdma.rail_broken"]
+    assert [len(side) for side in pair.queue_pairs()] == [2, 2]
+
+
+def test_a_cross_pair_is_tried_once_at_most_where_its_own_fails(hosts: FakeHosts) -> None:
+    """B27: mlx_0 to mlx_0 is broken, mlx_1 to mlx_1 works."""
+    hosts.fabric.separate_subnets()
+    hosts.fabric.set_path("a/mlx_0", "b/mlx_0", rtr_errno=errno.ETIMEDOUT, is_lost=True)
+    pair = hosts.pair(rails(2, 1), rails(2, 2), nbytes=100 * 65536)
+    tries: Counter[tuple[str, str]] = Counter()
+    resolve = hosts.fabric.path
+
+    def path(source: Any, row: Any, target: Any, dgid: bytes) -> Any:
+        tries[source.nic.name, target.nic.name] += 1
+        return resolve(source, row, target, dgid)
+
+    hosts.fabric.path = path  # type: ignore[method-assign]
+    began = time.monotonic()
+
+    pair.open()
+    took_s = time.monotonic() - began
+    tried = Counter(tries)
+    for _ in range(3):
+        pair.write(65536)
+
+    assert took_s < 0.2
+    assert tried["mlx_0", "mlx_1"] <= 1
+    assert tried["mlx_1", "mlx_0"] <= 1
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+
+
+def test_pairs_without_a_route_are_never_tried(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B27: what the kernel's tables say; the error has the whole matrix."""
+    monkeypatch.setattr(
+        "kvxfer.transports.rdma_pairing.find_route", lambda *_, **__: Route(problem="there is no route to it")
+    )
+    pair = hosts.pair(rails(2, 1), rails(2, 2))
+
+    with pytest.raises(TransportUnavailableError) as caught:
+        pair.open()
+
+    assert str(caught.value).count("there is no route to it") >= 4
+    assert [library.calls["ibv_create_qp"] for library in pair.libraries] == [0, 0]
+
+
+def test_ports_with_one_name_are_paired_whatever_their_place(hosts: FakeHosts) -> None:
+    """B28: mlx_5 with mlx_5."""
+    here = [connectx(name, f"10.0.0.{row}") for row, name in enumerate(("mlx_0", "mlx_1", "mlx_5"), 1)]
+    there = [connectx(name, f"10.0.0.{row}") for row, name in enumerate(("mlx_5", "mlx_0", "mlx_1"), 11)]
+    pair = hosts.pair(here, there, nbytes=LARGE_NBYTES)
+    pair.open()
+
+    pair.write(65536)
+
+    assert sorted(pair.connected) == ["mlx_0:1 to mlx_0:1", "mlx_1:1 to mlx_1:1", "mlx_5:1 to mlx_5:1"]
+
+
+def test_one_subnet_comes_before_one_name(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B28: the interfaces are known here, and the cables are crossed."""
+    known = [Interface(f"eth{row}", f"10.{row}.0.{host}", 24) for host in (1, 2) for row in range(2)] if False else None
+    del known, monkeypatch
+    hosts.fabric.separate_subnets()
+    there = [erdma("mlx_0", "10.1.0.2"), erdma("mlx_1", "10.0.0.2")]
+    pair = hosts.pair(rails(2, 1), there, nbytes=LARGE_NBYTES)
+
+    pair.open()
+    pair.write(65536)
+
+    assert set(pair.connected) <= {"mlx_0:1 to mlx_1:1", "mlx_1:1 to mlx_0:1"}
+
+
+def test_one_nic_here_and_four_there_work(hosts: FakeHosts) -> None:
+    pair = hosts.pair(
+        [connectx("mlx_0", "10.0.0.1")], [connectx(f"mlx_{row}", f"10.0.0.{row + 2}") for row in range(4)]
+    )
+
+    pair.open()
+
+    pair.write()
+    pair.read()
+
+
+# Sharing out.
+
+
+def test_each_of_four_nics_carries_its_part_of_a_large_batch(hosts: FakeHosts) -> None:
+    """B44: 64 MiB in 64 KiB slices; each has 20 to 30 % of the bytes."""
+    hosts.fabric.moves_data = False
+    pair = open_pair(hosts, 4, nbytes=64 << 20)
+
+    whole(pair).wait(5.0)
+
+    total = 64 << 20
+    assert sum(sent(pair).values()) == total
+    for nic, nbytes in sent(pair).items():
+        assert 0.2 * total <= nbytes <= 0.3 * total, nic
+
+
+def test_one_row_is_shared_out_too(hosts: FakeHosts) -> None:
+    """Neighbouring blocks are joined to one row: it must not go over one rail."""
+    pair = open_pair(hosts, 4)
+    pair.fill()
+
+    pair.a.write(pair.segment, pair.local.address, pair.remote.address, LARGE_NBYTES)
+
+    assert (pair.there == pair.here).all()
+    assert all(0.2 * LARGE_NBYTES <= nbytes <= 0.3 * LARGE_NBYTES for nbytes in sent(pair).values())
+
+
+def test_a_large_read_is_shared_out(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts, 2)
+
+    pair.read(65536)
+
+    assert all(sent(pair).values())
+
+
+def test_small_batches_need_one_rail_and_take_turns_where_there_are_more(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts)
+    pair.a.write(pair.segment, pair.local.address, pair.remote.address, 64)
+    assert len(pair.connected) == 1
+
+    pair.write(65536)
+    before = sent(pair)
+    for _ in range(10):
+        pair.a.write(pair.segment, pair.local.address, pair.remote.address, 64)
+
+    assert {nic: sent(pair)[nic] - before[nic] for nic in before} == {"mlx_0:1": 320, "mlx_1:1": 320}
+
+
+def test_a_faster_rail_gets_more(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts)
+    pair.write(65536)
+    fast, slow = pair.segment._endpoints[0]._rails[:2]  # type: ignore[attr-defined]
+    fast.rate, slow.rate = 3e9, 1e9
+    before = sent(pair)
+
+    pair.write(65536)
+
+    share = (sent(pair)[fast.nic.name] - before[fast.nic.name]) / LARGE_NBYTES
+    assert 0.7 < share < 0.8
+
+
+def test_spare_rails_carry_nothing_while_others_stand(hosts: FakeHosts) -> None:
+    pair = hosts.pair(
+        [connectx(f"mlx_{row}", f"10.0.0.{row + 1}") for row in range(2)],
+        [connectx(f"mlx_{row}", f"10.0.0.{row + 11}") for row in range(2)],
+        nbytes=LARGE_NBYTES,
+    )
+    pair.open()
+
+    for _ in range(3):
+        pair.write(65536)
+
+    assert sorted(pair.connected) == ["mlx_0:1 to mlx_0:1", "mlx_1:1 to mlx_1:1"]
+
+
+def test_a_rail_more_that_does_not_come_does_not_hold_a_batch_up(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for a while, and then no more; and its late reply leaves nothing behind."""
+    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.MORE_S", 0.05)
+    monkeypatch.setattr("kvxfer.transports.rdma_mender.MORE_S", 0.1)
+    pair = open_pair(hosts)
+    go_on = threading.Event()
+    pair.libraries[1].before["ibv_modify_qp"] = lambda: go_on.wait(5.0) and None
+    began = time.monotonic()
+
+    pair.write(65536)
+    took_s = time.monotonic() - began
+    pair.write(65536)
+
+    assert 0.04 < took_s < 0.5
+    go_on.set()
+    until(lambda: len(pair.queue_pairs()[1]) == len(pair.queue_pairs()[0]))
+
+
+# Breaking.
+
+
+def test_a_broken_rails_slices_go_over_another_rail(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts)
+    pair.write(65536)
+    sender(pair, "mlx_0").inject(Status.RETRY_EXC_ERR, after=5)
+    before = sent(pair)
+
+    with capture_logs() as events:
+        pair.write(65536)
+
+    assert [event["rail"] for event in events if event["event"] == "rdma.rail_broken"] == ["mlx_0:1 to mlx_0:1"]
+    assert sent(pair)["mlx_1:1"] - before["mlx_1:1"] > LARGE_NBYTES // 2
+
+
+def test_a_lost_path_moves_its_slices_and_comes_back(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts)
+    pair.write(65536)
+    hosts.fabric.set_path("a/mlx_0", "b/mlx_0", is_lost=True, rtr_errno=errno.ETIMEDOUT)
+    pair.write(65536)
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+
+    hosts.fabric.set_path("a/mlx_0", "b/mlx_0", is_lost=False, rtr_errno=0)
+    until(lambda: bool(pair.write(65536) or len(pair.connected) == 2))
+    before = sent(pair)
+    pair.write(65536)
+
+    assert sent(pair)["mlx_0:1"] > before["mlx_0:1"]
+
+
+def test_a_port_that_goes_down_moves_its_queued_slices(hosts: FakeHosts) -> None:
+    """B34: a local fault: the peer's port is not to blame, and its rails with others stay."""
+    hosts.fabric.delivery = "manual"
+    pair = open_pair(hosts)
+    batch = whole(pair)
+    until(lambda: not batch.poll() and len(pair.connected) == 2 and len(hosts.fabric.pending) == 2)
+
+    with capture_logs() as events:
+        pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
+        hosts.fabric.delivery = "post"
+        hosts.fabric.run()
+        batch.wait(2.0)
+
+    assert (pair.there == pair.here).all()
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+    assert any(event["event"] == "rdma.port_down" and event["nic"] == "mlx_0:1" for event in events)
+
+
+def test_a_port_that_returns_is_used_again(hosts: FakeHosts) -> None:
+    """B34, B13: and its address is in another row."""
+    pair = open_pair(hosts)
+    pair.libraries[0].device("mlx_0").nic.ports[0].gid_tbl_len = 8
+    pair.write(65536)
+    pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
+    until(lambda: nics(pair)[0].is_down)
+    pair.write(65536)
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+
+    pair.libraries[0].move_gid("mlx_0", 1, 0, 5)
+    pair.libraries[0].set_port("mlx_0", 1, PortState.ACTIVE)
+    until(lambda: not nics(pair)[0].is_down)
+    until(lambda: bool(pair.write(65536) or len(pair.connected) == 2))
+
+    assert sender(pair, "mlx_0").address["sgid_index"] == 5
+
+
+def test_a_port_that_returns_and_cannot_connect_rests(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B34: PORT_ACTIVE, then one failing connect: it stays out for a while."""
+    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.2)
+    pair = open_pair(hosts)
+    pair.write(65536)
+    pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
+    until(lambda: nics(pair)[0].is_down)
+    pair.write(65536)
+    hosts.fabric.set_path("a/mlx_0", "b/mlx_0", rtr_errno=errno.EHOSTUNREACH)
+    pair.libraries[0].set_port("mlx_0", 1, PortState.ACTIVE)
+    until(lambda: not nics(pair)[0].is_down)
+    rail = pair.segment._endpoints[0]._rails[0]  # type: ignore[attr-defined]
+    rail.paused_until = 0.0
+    tried = pair.libraries[1].calls["ibv_create_qp"]
+    until(lambda: bool(pair.write(65536) or pair.libraries[1].calls["ibv_create_qp"] > tried))
+    tried = pair.libraries[1].calls["ibv_create_qp"]
+
+    for _ in range(5):
+        pair.write(65536)
+
+    assert pair.libraries[1].calls["ibv_create_qp"] == tried
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+
+
+def test_an_event_of_another_port_changes_nothing(hosts: FakeHosts) -> None:
+    """B36: PORT_ERR of port 2, we use port 1."""
+    ports = [FakePort({0: gid(address)}) for address in ("10.0.0.1", "10.9.0.1")]
+    pair = hosts.pair(erdma("mlx_0", ports=ports), erdma("mlx_0", "10.0.0.2"), rdma_devices="mlx_0:1")
+    pair.open()
+
+    pair.libraries[0].set_port("mlx_0", 2, PortState.DOWN)
+    pair.libraries[0].raise_event("mlx_0", EventType.PORT_ERR, 2)
+    time.sleep(0.01)
+    pair.write()
+
+    assert not nics(pair)[0].is_down
+    assert pair.connected == ["mlx_0:1 to mlx_0:1"]
+
+
+def test_events_of_two_ports_of_one_device_reach_the_right_one(hosts: FakeHosts) -> None:
+    """B36: one reader for the device."""
+    hosts.fabric.separate_subnets()
+    here, there = (
+        [erdma("mlx_0", ports=[FakePort({0: gid(f"10.{row}.0.{host}")}) for row in range(2)])] for host in (1, 2)
+    )
+    pair = hosts.pair(here, there, nbytes=LARGE_NBYTES)
+    pair.open()
+    pair.write(65536)
+
+    pair.libraries[0].set_port("mlx_0", 2, PortState.DOWN)
+    until(lambda: nics(pair)[1].is_down)
+    pair.write(65536)
+
+    assert [nic.is_down for nic in nics(pair)] == [False, True]
+    assert pair.connected == ["mlx_0:1 to mlx_0:1"]
+
+
+def test_a_device_that_is_removed_leaves_its_slices_to_the_others(hosts: FakeHosts) -> None:
+    hosts.fabric.delivery = "manual"
+    pair = open_pair(hosts)
+    batch = whole(pair)
+    until(lambda: not batch.poll() and len(hosts.fabric.pending) == 2)
+
+    pair.libraries[0].remove_device("mlx_1")
+    hosts.fabric.delivery = "post"
+    hosts.fabric.run()
+    batch.wait(2.0)
+
+    assert (pair.there == pair.here).all()
+    pair.write(65536)
+    assert pair.connected == ["mlx_0:1 to mlx_0:1"]
+
+
+def test_a_peers_device_that_is_removed_leaves_its_slices_to_the_others(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts)
+    pair.write(65536)
+
+    pair.libraries[1].remove_device("mlx_0")
+    pair.write(65536)
+    pair.write(65536)
+
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+
+
+def test_the_only_port_may_go_down_for_a_moment(hosts: FakeHosts) -> None:
+    """A link flaps; the batch waits for it, within its deadline and connect_timeout_s."""
+    pair = open_pair(hosts, 1)
+    pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
+    until(lambda: nics(pair)[0].is_down)
+    back = threading.Timer(0.05, lambda: pair.libraries[0].set_port("mlx_0", 1, PortState.ACTIVE))
+    back.start()
+
+    pair.write(65536)
+
+    back.join()
+
+
+def test_a_port_that_stays_down_is_the_reason_of_the_error(hosts: FakeHosts) -> None:
+    pair = open_pair(hosts, 1, connect_timeout_s=0.1)
+    pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
+    until(lambda: nics(pair)[0].is_down)
+    began = time.monotonic()
+
+    with pytest.raises((CompletionError, TransportUnavailableError), match="DOWN"):
+        whole(pair).wait(5.0)
+
+    assert time.monotonic() - began < 1.0
+
+
+def test_spare_rails_are_used_where_the_others_cannot(hosts: FakeHosts) -> None:
+    """mlx_0 fails here, mlx_1 at the peer: what is left is mlx_1 with mlx_0."""
+    pair = hosts.pair(
+        [connectx(f"mlx_{row}", f"10.0.0.{row + 1}") for row in range(2)],
+        [connectx(f"mlx_{row}", f"10.0.0.{row + 11}") for row in range(2)],
+        nbytes=LARGE_NBYTES,
+    )
+    pair.open()
+    pair.write(65536)
+
+    pair.libraries[0].remove_device("mlx_0")
+    pair.libraries[1].remove_device("mlx_1")
+    pair.write(65536)
+    pair.write(65536)
+
+    assert pair.connected == ["mlx_1:1 to mlx_0:1"]
+
+
+def test_a_spare_rail_rests_again_when_the_others_are_back(hosts: FakeHosts) -> None:
+    pair = hosts.pair(
+        [connectx("mlx_0", "10.0.0.1")],
+        [connectx(f"mlx_{row}", f"10.0.0.{row + 11}") for row in range(2)],
+        nbytes=LARGE_NBYTES,
+    )
+    pair.open()
+    (main,) = pair.connected
+    hosts.fabric.set_path("a/mlx_0", f"b/{main.split()[-1][:5]}", is_lost=True, rtr_errno=errno.ETIMEDOUT)
+    pair.write(65536)
+    (spare,) = pair.connected
+    assert spare != main
+
+    hosts.fabric.set_path("a/mlx_0", f"b/{main.split()[-1][:5]}", is_lost=False, rtr_errno=0)
+    until(lambda: bool(pair.write(65536) or main in pair.connected))
+    before = len(hosts.fabric.trace or ())
+    hosts.fabric.trace = []
+    pair.write(65536)
+
+    del before
+    numbers = {one.qp_number for one in hosts.fabric.trace}
+    dest = {qp.number: qp.attributes["dest_qp_num"] for qp in pair.queue_pairs()[0]}
+    used = {qp.device.nic.name for qp in pair.queue_pairs()[1] if qp.number in {dest[number] for number in numbers}}
+    assert used == {main.split()[-1][:5]}
+
+
+def test_a_batch_on_two_rails_is_stopped_on_both(hosts: FakeHosts) -> None:
+    hosts.fabric.delivery = "manual"
+    pair = open_pair(hosts)
+    batch = whole(pair)
+    until(lambda: not batch.poll() and len(hosts.fabric.pending) == 2)
+    for _ in range(10):
+        hosts.fabric.step()
+
+    batch.cancel()
+
+    assert pair.queue_pairs() == ([], [])
+    seen = pair.there.copy()
+    pair.here[:] = ~pair.here
+    hosts.fabric.run()
+    assert (pair.there == seen).all()
+
+
+def test_rails_that_break_again_and_again_lose_nothing(hosts: FakeHosts) -> None:
+    """Each second batch loses a connection somewhere in the middle; from time to time both."""
+    pair = open_pair(hosts)
+    pair.write(65536)
+    rng = np.random.default_rng(7)
+
+    for _ in range(12):
+        for library in pair.libraries[:1]:
+            for qp in library.queue_pairs:
+                if rng.random() < 0.5:
+                    qp.inject(Status.RETRY_EXC_ERR, after=int(rng.integers(0, 40)))
+        pair.write(65536)
+        pair.read(65536)
+
+
+def test_threads_with_breaking_rails_lose_nothing(tmp_path: Path) -> None:
+    """Several batches on two rails, and connections that break under all of them."""
+    with fake_hosts(tmp_path, FakeFabric(delivery="poll")) as hosts:
+        pair = open_pair(hosts, nbytes=6 << 20)
+        wrong: list[object] = []
+        part_nbytes = 2 << 20
+
+        def run(part: int) -> None:
+            rng = np.random.default_rng(part)
+            start = part * part_nbytes
+            rows = start + 16384 * np.arange(128, dtype=np.int64)
+            try:
+                for _ in range(4):
+                    pair.here[start : start + part_nbytes] = rng.integers(0, 256, part_nbytes, np.uint8)
+                    pair.a.write(
+                        pair.segment, pair.local.address + rows, pair.remote.address + rows, 16000, timeout_s=9
+                    )
+                    ours = pair.here[start : start + part_nbytes].reshape(-1, 16384)[:, :16000]
+                    theirs = pair.there[start : start + part_nbytes].reshape(-1, 16384)[:, :16000]
+                    if (ours != theirs).any():
+                        wrong.append(part)
+            except KvxferError as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=run, args=(part,)) for part in range(3)]
+        for thread in threads:
+            thread.start()
+        for at in range(3):
+            time.sleep(0.01)
+            with hosts.fabric.lock:
+                for qp in pair.queue_pairs()[0][at % 2 :: 2]:
+                    qp.inject(Status.RETRY_EXC_ERR, after=3)
+        for thread in threads:
+            thread.join()
+
+        assert not wrong
+
+
+# Devices that are no good.
+
+
+def test_a_device_that_cannot_make_a_completion_queue_is_left_out(hosts: FakeHosts) -> None:
+    """B33: the 3rd of 4; nothing of it stays."""
+    library = hosts.add("a", *rails(4, 1))
+    library.fail("ibv_create_cq", errno.ENOMEM, device="mlx_2", times=100)
+    hosts.add("b", *rails(4, 2))
+
+    engine, peer = hosts.engine("a"), hosts.engine("b")
+
+    assert library.device("mlx_2").live.total() == 0
+    probe = next(one for one in engine.probe() if one.name == "rdma")
+    assert "mlx_2" in probe.reason
+    assert "ENOMEM" in probe.reason
+    memory = np.zeros(64, np.uint8)
+    engine.register(memory)
+    segment = engine.open_segment(peer.address)
+    assert "mlx_2" not in {rail["rail"].split(":")[0] for rail in segment.describe()["rdma"]["rails"]}
+
+
+def test_devices_that_share_an_address_are_told_and_work(hosts: FakeHosts) -> None:
+    """B46: a bond over two cards."""
+    hosts.add("a", *(connectx(f"mlx5_{row}", "10.0.0.1", ndev="bond0") for row in range(2)))
+    hosts.add("b", connectx("mlx5_bond_0", "10.0.0.2"))
+
+    with capture_logs() as events:
+        engine, peer = hosts.engine("a"), hosts.engine("b")
+
+    (warning,) = [event["warning"] for event in events if event["event"] == "rdma.shared_gid"]
+    assert "mlx5_0" in warning
+    assert "mlx5_1" in warning
+    assert "10.0.0.1" in warning
+    here, there = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    local, remote = engine.register(here), peer.register(there)
+    engine.write(engine.open_segment(peer.address), local.address, remote.address, 64)
+    assert (there == here).all()
+
+
+@pytest.mark.parametrize("device", ["mlx5_0", "mlx5_1"])
+def test_either_of_two_devices_with_one_address_works(hosts: FakeHosts, device: str) -> None:
+    """B46."""
+    bond = [connectx(f"mlx5_{row}", "10.0.0.1", ndev="bond0") for row in range(2)]
+    if device == "mlx5_1":
+        bond.reverse()  # the fabric finds the first that has the address
+    pair = hosts.pair(bond, connectx("mlx5_bond_0", "10.0.0.2"), rdma_devices=None)
+    pair.open()
+
+    pair.write()
+
+
+def test_no_reset_of_a_fresh_queue_pair_and_no_second_use(hosts: FakeHosts) -> None:
+    """B41: connect, disconnect, connect again; INIT, RTR, RTS, and ERR at the end, each once for a queue pair."""
+    steps: dict[int, list[str]] = {}
+    from tests.support.fake_verbs import FakeQueuePair, irdma
+
+    original = FakeQueuePair.modify
+
+    def modify(self: FakeQueuePair, attr: Any, mask: int) -> int:
+        error = original(self, attr, mask)
+        steps.setdefault(self.number, []).append(f"{self.state.name}{'!' if error else ''}")
+        return error
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FakeQueuePair, "modify", modify)
+        pair = hosts.pair(irdma("i0", "10.0.0.1"), irdma("i0", "10.0.0.2"))
+        for _ in range(2):
+            pair.open()
+            pair.write()
+            pair.segment.close()
+
+    assert len(steps) == 4
+    assert all(one in (["INIT", "RTR", "RTS"], ["INIT", "RTR", "RTS", "ERR"]) for one in steps.values())
