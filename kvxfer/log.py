@@ -39,6 +39,7 @@ EVENTS: dict[str, str] = {
     "mooncake.rdma_unusable": "RDMA was asked for and cannot be had; KVXFER_ALLOW_FALLBACK lets tcp take its place",
     "mooncake.variables_ignored": "environment variables of Mooncake's are set that mean nothing here, and why",
     "mooncake.message_refused": "a Mooncake process sent a control message that cannot be, or that is refused",
+    "mooncake.connected": "a Mooncake process has connected its queue pairs to ours",
     "peer.connected": "a peer has opened this engine",
     "peer.disconnected": "a peer that had opened this engine has gone",
     "peer.refused": "a handshake of a peer failed",

@@ -195,9 +195,10 @@ class Lane:
             self.nbytes_done = moved if self._opcode is Opcode.READ else int(self._totals[-1])
             return
         answered = int(self._status_ends.searchsorted(moved, "right"))
-        fresh = self._statuses[self._answered : answered]
-        if len(fresh) and not (fresh == STATUS_OK).all():
-            at = self._answered + int(np.argmax(fresh != STATUS_OK))
+        is_bad = self._statuses[self._answered : answered] != STATUS_OK
+        if is_bad.any():
+            at = self._answered + int(np.argmax(is_bad))
+            self.nbytes_done = int(self._totals[at])
             raise self._refused(at, int(self._statuses[at]))
         self._answered = answered
         if self._opcode is Opcode.READ:

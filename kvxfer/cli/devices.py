@@ -20,7 +20,7 @@ from kvxfer.cli.environment import load_config
 from kvxfer.cli.rdma_survey import DeviceSurvey, GidRow, PortSurvey, find_warnings, survey_devices
 from kvxfer.cli.table import Align, Style, draw_table, format_size, wrap
 from kvxfer.errors import DeviceNotFoundError, UsageError
-from kvxfer.rdma_names import DevicePort, parse_devices
+from kvxfer.rdma_names import parse_devices
 from kvxfer.verbs.enums import LinkLayer
 from kvxfer.verbs.gid import format_gid
 from kvxfer.verbs.library import VerbsLibrary, load_library
@@ -64,21 +64,17 @@ def select(found: Sequence[DeviceSurvey], names: Sequence[str]) -> list[DeviceSu
             f"{' '.join(names)}: {exc}.", remedy="Name devices or ports, such as mlx5_0 or mlx5_0:2."
         ) from None
     for item in wanted:
-        if not any(_matches(item, device.name, port.port.number) for device in found for port in device.ports):
+        if not any(item.includes(device.name, port.port.number) for device in found for port in device.ports):
             there = ", ".join(port.name for device in found for port in device.ports) or "none"
             raise DeviceNotFoundError(f"there is no RDMA device or port {item}; there is {there}.", device=item.device)
     kept = []
     for device in found:
         ports = tuple(
-            port for port in device.ports if any(_matches(item, device.name, port.port.number) for item in wanted)
+            port for port in device.ports if any(item.includes(device.name, port.port.number) for item in wanted)
         )
         if ports:
             kept.append(DeviceSurvey(device.device, device.sysfs, device.problem, device.remedy, device.limits, ports))
     return kept
-
-
-def _matches(item: DevicePort, device: str, port: int) -> bool:
-    return item.device == device and item.port in (None, port)
 
 
 def draw_devices(found: Sequence[DeviceSurvey], library: str, style: Style, destination: str = "") -> str:

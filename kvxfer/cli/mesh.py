@@ -26,6 +26,7 @@ from kvxfer.cli.mesh_text import draw_mesh
 from kvxfer.cli.rail_check import CONTROL, RailReport, Share, find_pool
 from kvxfer.cli.table import Progress, Style
 from kvxfer.errors import KvxferError, UsageError
+from kvxfer.text import clean
 from kvxfer.transports.rdma import read_card
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ GRACE_S = 10.0
 """How long an answer may take beyond the time that its engine was given: the last trials end by their own time-outs."""
 ASKED_AT_ONCE = 16
 ANSWER_NBYTES_MAX = 64 << 20
+NAME_LENGTH_MAX = 80
 
 
 @dataclass
@@ -206,8 +208,8 @@ def _wait_for_answer(engine: TransferEngine, segment: Segment, request_id: str, 
 def _take_answer(host: MeshHost, answer: bytes) -> None:
     try:
         body = json.loads(answer)
-        host.ports = tuple(str(port) for port in body["ports"])
-        host.unused = {str(port): str(why) for port, why in body["unused"].items()}
+        host.ports = tuple(clean(str(port), NAME_LENGTH_MAX) for port in body["ports"])
+        host.unused = {clean(port, NAME_LENGTH_MAX): clean(str(why), 2000) for port, why in body["unused"].items()}
         host.targets = tuple(TargetReport.from_json(one) for one in body["targets"])
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         host.error = f"{host.address} gave an answer that is none: {exc!r}."
@@ -235,7 +237,7 @@ def find_problems(hosts: Sequence[MeshHost]) -> list[tuple[str, str]]:
 def _own_error(host: MeshHost) -> tuple[str, str]:
     """Return what is wrong with an engine itself, and what to do: that it does not answer, or tries nothing at all."""
     errors = {(target.error, target.remedy) for target in host.targets}
-    if not host.error and len(errors) == 1:
+    if not host.error and len(errors) == 1 and len(host.targets) > 1:
         return errors.pop()
     return host.error, host.remedy
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.addresses import parse_host_port
 from kvxfer.cli.rail_check import RailReport, Share, check_rails
 from kvxfer.errors import KvxferError
+from kvxfer.text import clean
 from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.types import Rights
 
@@ -111,7 +112,8 @@ class TargetReport:
         """Return a report that another process made; raises ValueError where it is none."""
         try:
             rails = tuple(RailReport.from_json(one) for one in obj["rails"])
-            return cls(str(obj["target"]), rails, str(obj["error"]), str(obj["remedy"]))
+            target, error, remedy = (clean(str(obj[name]), 4000) for name in ("target", "error", "remedy"))
+            return cls(target, rails, error, remedy)
         except (KeyError, TypeError) as exc:
             raise ValueError(f"it is no report of a target: {exc!r}") from None
 

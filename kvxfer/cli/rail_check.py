@@ -18,6 +18,7 @@ import numpy as np
 
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, PeerRefusedError, TransportUnavailableError, UnsupportedError
+from kvxfer.text import clean
 from kvxfer.transports.rdma import RdmaTransport, read_card
 from kvxfer.transports.rdma_connect import best_attributes
 from kvxfer.transports.rdma_pairing import pair_rails
@@ -40,6 +41,7 @@ SLOT_NBYTES_MAX = 4 << 20
 SLOT_NBYTES_MIN = 4096
 BLOCK_NBYTES = 64 << 10
 TIMED_ROUNDS = 3
+TEXT_LENGTH_MAX = 4000
 MOVE_TIMEOUT_S = 5.0
 
 Status = Literal["ok", "lowered", "no path", "failed", "not tried"]
@@ -91,18 +93,25 @@ class RailReport:
     def from_json(cls, obj: Mapping[str, Any]) -> RailReport:
         """Return a report that another process made; raises ValueError where it is none."""
         try:
-            values: dict[str, Any] = {name: kind(obj[name]) for name, kind in _PLAIN.items()}
-            attempts = tuple(str(one) for one in obj["attempts"])
+            values: dict[str, Any] = {name: take(obj[name]) for name, take in _PLAIN.items()}
+            attempts = tuple(map(_take_text, obj["attempts"]))
             status = obj["status"]
             if status not in ("ok", "lowered", "no path", "failed", "not tried"):
                 raise ValueError(f"there is no status {status!r:.40}")
-            return cls(str(obj["local"]), str(obj["remote"]), status, attempts=attempts, **values)
+            return cls(_take_text(obj["local"]), _take_text(obj["remote"]), status, attempts=attempts, **values)
         except (KeyError, TypeError) as exc:
             raise ValueError(f"it is no report of a rail: {exc!r}") from None
 
 
+def _take_text(value: Any) -> str:
+    """Return what another process wrote as text that does nothing to a terminal."""
+    return clean(str(value), TEXT_LENGTH_MAX)
+
+
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
-    one.name: type(one.default) for one in fields(RailReport) if isinstance(one.default, str | int | float)
+    one.name: _take_text if isinstance(one.default, str) else type(one.default)
+    for one in fields(RailReport)
+    if isinstance(one.default, str | int | float)
 }
 
 

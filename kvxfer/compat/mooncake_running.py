@@ -63,7 +63,9 @@ class Running:
             host = wish.host or listening.host
             self.name = format_host_port(host, self.port) if wish.is_p2p else wish.local_hostname
             self.managed = BufferPool(self.engine, Rights.ALL)
-            self._service = MooncakeService(self.engine, describe=self.describe, data_ports=listen_ports(environment))
+            self._service = MooncakeService(
+                self.engine, describe=self.describe, data_ports=[*listen_ports(environment), 0]
+            )
             self._directory = open_directory(
                 wish.metadata_server,
                 own_name=self.name,

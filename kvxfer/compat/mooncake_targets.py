@@ -49,6 +49,8 @@ __all__ = ["Target", "Targets", "Ticket"]
 SENDER_THREADS_MAX = 16
 """Asynchronous batches to real Mooncake processes that move at once; further ones wait for their turn."""
 
+UNUSED_S = 60.0  # as tcp_idle_timeout_s: how long connections to a real Mooncake are kept for nothing
+
 Notify = tuple[str, str]
 
 
@@ -125,7 +127,9 @@ class FutureTicket(Ticket):
 
 
 class Target(ABC):
-    """One peer."""
+    """One peer. waits_until: when the last transfer that was begun has ended at the latest (monotonic seconds)."""
+
+    waits_until = 0.0
 
     @abstractmethod
     def transfer(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> None:
@@ -139,7 +143,11 @@ class Target(ABC):
     def first_address(self) -> int:
         """Return where the peer's first region begins; 0 where it has none."""
 
-    def close(self) -> None:  # noqa: B027  a native segment is the engine's
+    def is_unused(self, now: float) -> bool:
+        """Whether it is not worth being kept: the process is gone, or it has not been used for long."""
+        return False
+
+    def close(self) -> None:  # noqa: B027  not every kind has connections of its own
         """Let go of the connections."""
 
 
@@ -155,6 +163,7 @@ class NativeTarget(Target):
 
     def transfer(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> None:
         if notify is None and rows.count == 1:
+            self.waits_until = max(self.waits_until, time.monotonic() + timeout_s)
             move = self._engine.write if opcode is Opcode.WRITE else self._engine.read
             try:
                 move(self.segment(), rows.local, rows.remote, rows.nbytes, timeout_s=timeout_s)
@@ -165,6 +174,7 @@ class NativeTarget(Target):
         self.submit(opcode, rows, notify, timeout_s).wait()
 
     def submit(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> BatchTicket:
+        self.waits_until = max(self.waits_until, time.monotonic() + timeout_s)
         payload = None if notify is None else pack_notify(*notify)
         submit = self._engine.submit_write if opcode is Opcode.WRITE else self._engine.submit_read
         for is_last in (False, True):
@@ -192,6 +202,15 @@ class NativeTarget(Target):
         segment = self.segment()
         segment.refresh()
         return _first_address(segment.regions)
+
+    def is_unused(self, now: float) -> bool:
+        segment = self._segment
+        return segment is not None and not segment.is_connected and now > self.waits_until
+
+    def close(self) -> None:
+        segment = self._segment
+        if segment is not None and not segment.is_connected:
+            segment.close()
 
     def segment(self) -> Segment:
         """Return the open segment; a peer that is gone is told at once, as Mooncake does, not after the time that the
@@ -285,12 +304,16 @@ class MooncakeTarget(Target):
 
     def transfer(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        self.waits_until = max(self.waits_until, deadline)
         self._peer.transfer(opcode, rows.local, rows.remote, rows.nbytes, deadline=deadline)
         if notify is not None:
             send_notify(self._at.host, self._at.port, *notify, deadline=deadline)
 
     def submit(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> FutureTicket:
         return FutureTicket(self._senders.submit(lambda: self.transfer(opcode, rows, notify, timeout_s)))
+
+    def is_unused(self, now: float) -> bool:
+        return now > self.waits_until + UNUSED_S
 
     def first_address(self) -> int:
         buffers = self._peer.descriptor.buffers
@@ -330,6 +353,7 @@ class Targets:
         self._staging = staging
         self._lock = threading.Lock()
         self._targets: dict[str, Target] = {}
+        self._left: list[Target] = []
         self._senders = _Senders()
 
     def find(self, name: str) -> Target:
@@ -339,10 +363,17 @@ class Targets:
             return target
         config = self._engine.config
         made = self._open(name, time.monotonic() + config.connect_timeout_s + config.handshake_timeout_s)
+        now = time.monotonic()
         with self._lock:
+            # A fleet that changes leaves nothing behind; what another thread may still use is not closed.
+            unused = [self._targets.pop(its) for its, one in list(self._targets.items()) if one.is_unused(now)]
+            unused += [one for one in self._left if now > one.waits_until]
+            self._left = [one for one in self._left if one not in unused]
             target = self._targets.setdefault(name, made)
         if target is not made:
-            made.close()
+            unused.append(made)
+        for one in unused:
+            one.close()
         return target
 
     def control_of(self, name: str, deadline: float) -> HostPort:
@@ -356,13 +387,14 @@ class Targets:
         if isinstance(error, PeerError):
             with self._lock:
                 target = self._targets.pop(name, None)
-            if target is not None:
-                target.close()
+                if target is not None:
+                    self._left.append(target)
 
     def close(self) -> None:
         """Let go of all."""
         with self._lock:
-            targets, self._targets = list(self._targets.values()), {}
+            targets = [*self._targets.values(), *self._left]
+            self._targets, self._left = {}, []
         for target in targets:
             target.close()
         self._senders.close()

@@ -25,8 +25,9 @@ import numpy as np
 
 from kvxfer.errors import KvxferError, PostError
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, is_delivered
+from kvxfer.transports.rdma_connect import connect
 from kvxfer.transports.rdma_faults import fault_error, is_of_path
-from kvxfer.transports.rdma_mender import Mender
+from kvxfer.transports.rdma_mender import Connect, Mender
 from kvxfer.transports.rdma_queue import Fault, Lane, SendQueue
 from kvxfer.transports.rdma_rail import Rail, usable_rails
 from kvxfer.transports.rdma_spread import SPREAD_NBYTES, Spreader
@@ -55,7 +56,10 @@ class RdmaEndpoint(Endpoint):
     transport = "rdma"
     needs_session = True
 
-    def __init__(self, rails: Sequence[Rail], link: PeerLink, config: EngineConfig) -> None:
+    def __init__(
+        self, rails: Sequence[Rail], link: PeerLink, config: EngineConfig, connect: Connect = connect
+    ) -> None:
+        """connect: how a rail's queue pair is connected; another one for peers that speak another protocol."""
         self._rails = list(rails)
         self._link = link
         self._config = config
@@ -66,6 +70,7 @@ class RdmaEndpoint(Endpoint):
             link,
             config,
             self._changed,
+            connect=connect,
             is_needed=lambda: bool(self._orphans),
             on_connected=self._take_into_use,
         )

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError, TransportUnavailableError
-from kvxfer.transports.rdma_connect import connect
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
     from kvxfer.transports.rdma_queue import SendQueue
     from kvxfer.transports.rdma_rail import Rail
 
-__all__ = ["Mender"]
+__all__ = ["Connect", "Mender"]
+
+Connect = Callable[["Rail", "PeerLink", "EngineConfig", float], "SendQueue"]
 
 MORE_S = 1.0
 """How long a rail more may take: what waits for it could begin without."""
@@ -39,7 +40,8 @@ class Mender:
     """The connections of one endpoint. `changed` is the endpoint's lock: it is held for every call, if not said
     otherwise, and notified after every change.
 
-    is_needed: whether batches wait for a connection. on_connected: takes a new one into use.
+    connect: connects the queue pair of one rail, before a deadline (monotonic seconds). is_needed: whether batches wait
+    for a connection. on_connected: takes a new one into use.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Mender:
         config: EngineConfig,
         changed: threading.Condition,
         *,
+        connect: Connect,
         is_needed: Callable[[], bool],
         on_connected: Callable[[Rail, SendQueue], None],
     ) -> None:
@@ -56,6 +59,7 @@ class Mender:
         self._link = link
         self._config = config
         self._changed = changed
+        self._connect = connect
         self._is_needed = is_needed
         self._on_connected = on_connected
         self.undropped: set[int] = set()
@@ -200,7 +204,7 @@ class Mender:
         """Connect a rail; why not, where that fails. Takes the lock by itself. Raises why all is over."""
         before = rail.number
         try:
-            queue = connect(rail, self._link, self._config, deadline)
+            queue = self._connect(rail, self._link, self._config, deadline)
         except KvxferError as exc:
             error = exc if isinstance(exc, TransportUnavailableError) else _as_unavailable(rail, exc)
             with self._changed:

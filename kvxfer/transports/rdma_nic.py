@@ -6,6 +6,7 @@ Read next: `rdma_rail.py`, which is one of them with a port of the peer.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ class Nic:
         log.info("rdma.event", nic=self.name, kind=str(kind), port=event.port, qp_num=event.qp_num)
         if kind in (EventType.PORT_ERR, EventType.DEVICE_FATAL):
             self.is_down = True
+            with contextlib.suppress(KvxferError):  # a device that is gone tells nothing
+                self.port = self.context.query_port(self.port.number)
             log.warning("rdma.port_down", nic=self.name, kind=str(kind))
         elif kind in (EventType.PORT_ACTIVE, EventType.GID_CHANGE, EventType.LID_CHANGE):
             try:

@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -27,7 +28,7 @@ __all__ = ["Handle"]
 class _Ownership:
     """What must live on when the Python object is dropped: the pointer, how it is destroyed, and its parents'."""
 
-    __slots__ = ("children", "destroy", "label", "parents", "pointer", "verb")
+    __slots__ = ("children", "closing", "destroy", "label", "parents", "pointer", "verb")
 
     def __init__(
         self, pointer: CData, destroy: Callable[[CData], int], verb: str, parents: tuple[_Ownership, ...]
@@ -38,6 +39,8 @@ class _Ownership:
         self.parents = parents
         self.label = verb
         self.children: dict[int, weakref.ref[Handle]] = {}
+        self.closing = threading.Lock()
+        """Held while it is destroyed: a session may end in one thread while another closes the whole device."""
 
 
 class Handle:
@@ -81,27 +84,30 @@ class Handle:
         return self._ownership.pointer is None
 
     def close(self) -> None:
-        """Destroy it, after everything that was made from it; a second call does nothing.
+        """Destroy it, after everything that was made from it; a second call does nothing, and when it returns that is
+        done, whichever thread does it.
 
         Raises VerbsError where the library refuses; the object then stays, and may be closed again.
         """
         ownership = self._ownership
-        if ownership.pointer is None:
-            return
-        for child in reversed(self.children):
-            child.close()
-        self._before_destroy()
-        error = ownership.destroy(ownership.pointer)
-        if error:
-            raise VerbsError(
-                f"{ownership.verb} of {self!r} failed: {errno_text(error)}.",
-                remedy="EBUSY means that something made from it is still in use; anything else is the device's fault.",
-                verb=ownership.verb,
-                errno=error,
-            )
-        ownership.pointer = None
-        _leave(ownership, id(self))
-        self._finalizer.detach()
+        with ownership.closing:
+            if ownership.pointer is None:
+                return
+            for child in reversed(self.children):
+                child.close()
+            self._before_destroy()
+            error = ownership.destroy(ownership.pointer)
+            if error:
+                raise VerbsError(
+                    f"{ownership.verb} of {self!r} failed: {errno_text(error)}.",
+                    remedy="EBUSY means that something made from it is still in use; anything else is the device's "
+                    "fault.",
+                    verb=ownership.verb,
+                    errno=error,
+                )
+            ownership.pointer = None
+            _leave(ownership, id(self))
+            self._finalizer.detach()
 
     def _before_destroy(self) -> None:
         """Do what must come first; for subclasses."""

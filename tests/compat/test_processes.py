@@ -202,20 +202,24 @@ result = True
     assert found
 
 
+@pytest.mark.timeout(240)
 def test_a_thousand_sessions_one_after_the_other_leave_nothing() -> None:
-    with contextlib.closing(Pair()) as pair:
-        found = pair.run(
-            """
-def count():
-    return len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))
-sizes = []
-for i in range(1000):
-    F = m.TransferEngine() if i % 100 == 0 else F
-    if i % 100 == 0:
-        assert F.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', '') == 0
-    assert F.transfer_sync_write(S.replace('127.0.0.1', f'127.0.0.{1 + i % 100}'), X, B, 64) == 0, m.last_error()
-result = True
-"""
-        )
+    sizes = "len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
+    another = (
+        "result = (E.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', ''), E.register_memory(A, N), E.get_rpc_port())"
+    )
+    with contextlib.closing(Pair(MC_TRANSFER_TIMEOUT="5")) as pair:
+        assert pair.run(ONE_WRITE) == 0
+        before = pair.run(sizes)
+        for _ in range(1000):
+            code, registered, port = pair.target.run(another, N=NBYTES)
+            assert (code, registered) == (0, 0)
+            assert pair.run(ONE_WRITE, S=f"127.0.0.1:{port}") == 0
+        pair.run("time.sleep(5.1)")
+        code, registered, port = pair.target.run(another, N=NBYTES)
+        assert pair.run(ONE_WRITE, S=f"127.0.0.1:{port}") == 0
 
-    assert found
+        after = pair.run(sizes)
+
+    assert after[0] <= before[0] + 4
+    assert after[1] <= before[1] + 1

@@ -33,6 +33,12 @@ def mooncake_python(*packages: str) -> Path:
     return MOONCAKE
 
 
+def frameworks_python() -> Path:
+    """Return the Python of an environment with Ray, and with what the callers of Mooncake need beside their stubs."""
+    packages = ("torch", "ray>=2.56", "msgspec", "pyzmq")
+    return python_with("frameworks", packages, "import kvxfer, msgspec, ray, torch, zmq")
+
+
 @functools.cache
 def python_with(name: str, packages: Sequence[str], check: str) -> Path:
     """Return the Python of the environment `name`: kvxfer from this checkout, and packages, tried in order.

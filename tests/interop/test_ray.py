@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.interop.environments import python_with
+from tests.interop.environments import frameworks_python
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @functools.cache
 def run(part: str, transports: str = "shm,tcp") -> dict[str, Any]:
-    python = python_with("ray", ("torch", "ray>=2.56"), "import ray, torch, kvxfer.integrations.ray")
+    python = frameworks_python()
     with tempfile.TemporaryDirectory(prefix="kvxfer-ray-") as folder:  # short: Ray puts Unix sockets in it
         environment = {
             **os.environ,

@@ -12,7 +12,7 @@ import random
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -55,27 +55,43 @@ from tests.support.peer import Peer, wait_until
 pytestmark = [pytest.mark.rdma, pytest.mark.topology("wire"), pytest.mark.slow]
 
 OPCODES = ("write", "read")
-FAST = {"rdma_timeout": 12}
-"""Seven tries of 17 ms: where the device's giving up is what is tested."""
+FAST: dict[str, Any] = {"rdma_timeout": 14, "connect_timeout_s": 3.0}
+"""Seven tries of 67 ms: where the device's giving up is what is waited for."""
 
 
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
+@pytest.fixture(scope="module")
+def shared_hosts() -> Iterator[Hosts]:
+    """One pair for all tests that leave it whole: a process is slow to start in an emulated machine."""
     with Hosts() as made:
-        made.warm()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_fast_hosts() -> Iterator[Hosts]:
+    with Hosts(**FAST) as made:
         yield made
 
 
 @pytest.fixture
-def make_hosts() -> Iterator[Callable[..., Hosts]]:
-    with contextlib.ExitStack() as stack:
+def hosts(shared_hosts: Hosts) -> Iterator[Hosts]:
+    """The module's pair, with both rails connected before and after."""
+    yield from _lend(shared_hosts)
 
-        def make(**settings: Any) -> Hosts:
-            made = stack.enter_context(Hosts(**settings))
-            made.warm()
-            return made
 
-        yield make
+@pytest.fixture
+def fast_hosts(shared_fast_hosts: Hosts) -> Iterator[Hosts]:
+    """Another, whose devices give up soon."""
+    yield from _lend(shared_fast_hosts)
+
+
+def _lend(hosts: Hosts) -> Iterator[Hosts]:
+    hosts.warm()
+    yield hosts
+    try:
+        hosts.warm()
+    except BaseException:  # a failed test broke it: it must not fail the next ones too
+        hosts.restart()
+        raise
 
 
 # The wires.
@@ -83,10 +99,10 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
 
 @pytest.mark.parametrize(
     "fault",
-    ["loss 1%", "loss 2%", "delay 5ms", "delay 5ms 3ms", "delay 5ms reorder 25% 50%", "duplicate 5%"],
+    ["loss 1%", "loss 2%", "delay 5ms", "delay 5ms reorder 25% 50%", "duplicate 5%"],
 )
-def test_every_byte_arrives_over_a_bad_wire(make_hosts: Callable[..., Hosts], fault: str) -> None:
-    hosts = make_hosts(rdma_timeout=14)
+def test_every_byte_arrives_over_a_bad_wire(fast_hosts: Hosts, fault: str) -> None:
+    hosts = fast_hosts
     before = Held(hosts)
     with netem(*fault.split()):
         for number in range(ROUNDS):
@@ -149,11 +165,11 @@ def test_a_batch_fails_by_its_deadline_where_all_links_stay_down(hosts: Hosts) -
     wait_not_held_more(hosts, before)
 
 
-def test_a_rail_that_falls_silent_is_left_for_the_other(make_hosts: Callable[..., Hosts]) -> None:
+def test_a_rail_that_falls_silent_is_left_for_the_other(fast_hosts: Hosts) -> None:
     """No port goes down here, a switch in between does: only the device finds out, by its time-out."""
-    hosts = make_hosts(**FAST)
+    hosts = fast_hosts
     before = Held(hosts)
-    for number in range(ROUNDS):
+    for number in range(ROUNDS // 5 + 1):
         batch = hosts.submit(OPCODES[number % 2], times=LONG)
         into_the_middle(batch)
         with netem("loss", "100%", netdevs=("va1", "vb1")):
@@ -165,8 +181,8 @@ def test_a_rail_that_falls_silent_is_left_for_the_other(make_hosts: Callable[...
     wait_not_held_more(hosts, before)
 
 
-def test_a_batch_over_silent_wires_fails_with_what_the_device_said(make_hosts: Callable[..., Hosts]) -> None:
-    hosts = make_hosts(**FAST, connect_timeout_s=1.0)
+def test_a_batch_over_silent_wires_fails_with_what_the_device_said(fast_hosts: Hosts) -> None:
+    hosts = fast_hosts
     batch = hosts.submit("write", times=LONG)
     into_the_middle(batch)
 
@@ -182,10 +198,13 @@ def test_a_batch_over_silent_wires_fails_with_what_the_device_said(make_hosts: C
 
 
 @pytest.mark.parametrize("opcode", OPCODES)
-def test_the_kill_of_the_peer_is_told_at_once_and_its_successor_is_another(
-    make_hosts: Callable[..., Hosts], opcode: str
-) -> None:
-    hosts = make_hosts(peer_settings={"port": free_port()})
+def test_the_kill_of_the_peer_is_told_at_once_and_its_successor_is_another(opcode: str) -> None:
+    with Hosts(peer_settings={"port": free_port()}) as hosts:
+        kill_and_restart(hosts, opcode)
+
+
+def kill_and_restart(hosts: Hosts, opcode: str) -> None:
+    hosts.warm()
     rng = random.Random(opcode)
     before = Held(hosts)
     for number in range(ROUNDS // 2 + 1):
@@ -302,10 +321,9 @@ def test_a_cut_control_connection_ends_batches_at_once_and_comes_back(hosts: Hos
 
 @pytest.mark.parametrize("fault", ["delay 300ms", "loss 100%"])
 @pytest.mark.parametrize("opcode", OPCODES)
-@pytest.mark.parametrize("end", ["timeout", "cancel", "close"])
-def test_nothing_arrives_after_a_failure_was_told(hosts: Hosts, opcode: str, fault: str, end: str) -> None:
+def test_nothing_arrives_after_a_failure_was_told(hosts: Hosts, opcode: str, fault: str) -> None:
     """Packets are still on their way, or would be sent again, when the batch ends."""
-    for number in range(3):
+    for end in ("timeout", "cancel", "close"):
         segment = hosts.segment
         with netem(*fault.split()):
             batch = hosts.storm(opcode, 2048)
@@ -323,7 +341,7 @@ def test_nothing_arrives_after_a_failure_was_told(hosts: Hosts, opcode: str, fau
         if fault.startswith("loss"):
             time.sleep(1.0)
 
-        assert hosts.target() == reported, f"round {number}: written after the failure was told"
+        assert hosts.target() == reported, f"{end}: written after the failure was told"
         hosts.segment = hosts.engine.open_segment(hosts.peer.address)
         hosts.warm()
 
@@ -340,9 +358,9 @@ def test_unregister_waits_for_batches_that_run_and_refuses_later_ones(hosts: Hos
         hosts.peer.begin("unregister", hosts.there.region_id)
         assert not is_answered(hosts.peer, 0.02)
         batch.wait()
-        if opcode == "read":
-            hosts.check()
         hosts.peer.finish()
+        if opcode == "read":  # a WRITE's target has gone with its region
+            assert hosts.near() == hosts.expected()
 
         with pytest.raises((NotRegisteredError, RemoteAccessError), match=hosts.peer.address):
             hosts.engine.write(hosts.segment, hosts.region.address, hosts.there.address, 1)
@@ -378,20 +396,23 @@ def test_unregister_takes_memory_back_from_a_client_that_does_not_answer() -> No
 # Devices.
 
 
-def test_a_batch_goes_on_when_a_device_is_unplugged(make_hosts: Callable[..., Hosts]) -> None:
-    hosts = make_hosts()
-    batch = hosts.submit("write", times=LONG)
-    into_the_middle(batch)
-    unplugged = subprocess.Popen(["rdma", "link", "delete", "rxb1"])
-    try:
-        batch.wait()
+@pytest.mark.parametrize("device", ["rxa1", "rxb1"])
+def test_a_batch_goes_on_when_a_device_is_unplugged(device: str) -> None:
+    with Hosts(**FAST) as hosts:
+        hosts.warm()
+        batch = hosts.submit("write", times=LONG)
+        into_the_middle(batch)
+        unplugged = subprocess.Popen(["rdma", "link", "delete", device])
+        try:
+            batch.wait()
 
-        hosts.check()
-        hosts.move("read")
-    finally:
-        hosts.close()
-        assert unplugged.wait(30.0) == 0
-        run("rdma", "link", "add", "rxb1", "type", "rxe", "netdev", "vb1")
+            hosts.check()
+            hosts.move("read")
+            assert hosts.connected() == {"rxa0"}
+        finally:
+            hosts.close()
+            assert unplugged.wait(30.0) == 0
+            run("rdma", "link", "add", device, "type", "rxe", "netdev", device.replace("rx", "v"))
 
 
 CLIENT = """

@@ -65,6 +65,12 @@ class Hosts:
             self.peer.close()
             raise
 
+    def restart(self) -> None:
+        """Begin anew with another process."""
+        self.peer.kill()
+        self.peer.close()
+        self.start()
+
     def prepare(self, opcode: str) -> None:
         """New content at the source, zeros at the target, and a new order of blocks on both sides."""
         self._opcode = opcode
@@ -96,12 +102,16 @@ class Hosts:
 
     def check(self) -> None:
         """Fail where a byte of the last batch is wrong, on either side."""
-        source, target = (self._mine, self._theirs) if self._opcode == "write" else (self._theirs, self._mine)
-        expected = np.zeros((BLOCKS, BLOCK_NBYTES), np.uint8)
-        expected[target // BLOCK_NBYTES] = self._content.reshape(BLOCKS, -1)[source // BLOCK_NBYTES]
         found, kept = (self.far(), self.near()) if self._opcode == "write" else (self.near(), self.far())
-        assert found == expected.tobytes(), "wrong bytes at the target"
+        assert found == self.expected(), "wrong bytes at the target"
         assert kept == self._content.tobytes(), "the source has changed"
+
+    def expected(self) -> bytes:
+        """What the target of the last batch must hold."""
+        source, target = (self._mine, self._theirs) if self._opcode == "write" else (self._theirs, self._mine)
+        blocks = np.zeros((BLOCKS, BLOCK_NBYTES), np.uint8)
+        blocks[target // BLOCK_NBYTES] = self._content.reshape(BLOCKS, -1)[source // BLOCK_NBYTES]
+        return blocks.tobytes()
 
     def move(self, opcode: str, **settings: Any) -> None:
         """Submit, wait, check."""

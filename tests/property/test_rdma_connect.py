@@ -12,11 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvxfer.errors import KvxferError, TransportUnavailableError
+from kvxfer.errors import KvxferError, RemoteProtocolError, TransportUnavailableError
+from kvxfer.transports.rdma_ladder import QueuePairAttributes
+from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest
 from kvxfer.verbs.enums import Mtu, QueuePairState
 from tests.support.fake_engines import Pair, fake_hosts
 from tests.support.fake_verbs import FakeFabric, FakeNic, connectx, erdma, infiniband, ionic, irdma, rxe
@@ -153,3 +156,65 @@ def check_nothing_is_left(pair: Pair) -> None:
     while any(pair.queue_pairs()) and time.monotonic() < until:
         time.sleep(0.001)
     assert pair.queue_pairs() == ([], [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def _request() -> dict[str, Any]:
+    offer = {
+        "device": "mlx5_0",
+        "port": 1,
+        "link": 1,
+        "lid": 5,
+        "grh": False,
+        "mtu": 5,
+        "initiator_depth": 16,
+        "responder_depth": 16,
+        "message_max": 2**30,
+        "pkey": 0xFFFF,
+        "gids": [],
+    }
+    attributes = QueuePairAttributes(path_mtu=4096, read_depth=16).to_json()
+    return {
+        "connection": 1,
+        "port": "mlx5_0:1",
+        "offer": offer,
+        "gid": "",
+        "qp_num": 17,
+        "psn": 1,
+        "attributes": attributes,
+        "replaces": 0,
+    }
+
+
+@given(st.data())
+def test_a_request_with_anything_in_it_is_taken_or_refused_by_name(data: st.DataObject) -> None:
+    """B108: only RemoteProtocolError comes out; an unknown field more is ignored."""
+    body = _request()
+    place = data.draw(st.sampled_from([body, body["offer"], body["attributes"]]))
+    name = data.draw(st.sampled_from(sorted(place)) | st.text(max_size=6))
+    known = name in place
+    place[name] = data.draw(JSON)
+
+    try:
+        request = ConnectRequest.from_json(body)
+    except RemoteProtocolError:
+        assert known
+    else:
+        assert ConnectRequest.from_json(request.to_json()) == request
+
+
+@given(st.dictionaries(st.sampled_from(["qp_num", "psn", "failed", "other"]), JSON))
+def test_a_reply_with_anything_in_it_is_taken_or_refused(body: dict[str, Any]) -> None:
+    try:
+        reply = ConnectReply.from_json(body, "peer")
+    except (RemoteProtocolError, ConnectFailure):
+        return
+
+    assert 0 <= reply.qp_num < 1 << 24
+    assert 0 <= reply.psn < 1 << 24

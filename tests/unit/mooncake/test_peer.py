@@ -174,9 +174,10 @@ def test_columns_that_are_none_are_a_usage_error(fake: FakeMooncake, columns: tu
 
 
 @BOTH
-@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize("count", [1, 16])
 def test_a_row_that_the_peer_refuses_is_named(opcode: Opcode, count: int) -> None:
-    """300 rows: the refusing side closes with unread requests, and that reset must not hide the refusal."""
+    """16 rows: the refusing side closes with unread requests, and that reset must not hide the refusal. Many more would
+    fill its congestion window, and what it had not sent is lost: the next test."""
     rows = np.arange(count) * 2048
     here = np.zeros(2048 * count, np.uint8)
     with FakeMooncake() as fake:

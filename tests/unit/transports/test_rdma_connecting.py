@@ -678,7 +678,112 @@ def test_two_engines_open_each_other_at_once(hosts: FakeHosts) -> None:
     assert all(pairs[pairs[number]] == number for number in pairs)
 
 
-def _config(host: str) -> Any:
+def test_many_threads_that_open_one_peer_share_the_outcome(hosts: FakeHosts) -> None:
+    """B107: one failure for all of them, with one cause; the next call works."""
+    pair = hosts.pair(connectx(address=A), connectx(address=B, max_qp=0))
+    told: list[str] = []
+
+    def run() -> None:
+        with pytest.raises(TransportUnavailableError) as caught:
+            pair.open()
+        told.append(str(caught.value))
+
+    threads = [threading.Thread(target=run) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(told) == 20
+    assert all("ENOMEM" in one for one in told)
+    pair.libraries[1].device("mlx5_0").nic.max_qp = 100
+    pair.open()
+    check_connected(pair)
+
+
+def test_many_peers_come_and_go_and_leave_no_queue_pair(hosts: FakeHosts) -> None:
+    """B103: every third connection fails; none is kept beyond its session."""
+    hosts.add("b", connectx(address=B))
+    target = hosts.engine("b")
+    for row in range(12):
+        library = hosts.add(f"a{row}", connectx(address=f"10.10.0.{10 + row}"))
+        if row % 3 == 0:
+            library.fail("ibv_modify_qp", errno.EPERM, nth=3, times=100)
+        engine = hosts.engine(f"a{row}")
+        try:
+            segment = engine.open_segment(target.address)
+        except TransportUnavailableError:
+            assert row % 3 == 0
+        else:
+            segment.close()
+
+    until = time.monotonic() + 2.0
+    while hosts.libraries["b"].queue_pairs and time.monotonic() < until:
+        time.sleep(0.001)
+    assert hosts.libraries["b"].queue_pairs == []
+
+
+def test_the_partition_key_of_the_settings_is_used(hosts: FakeHosts) -> None:
+    """B40: row 1 of 2."""
+    nics = [infiniband(lid=0x120 + row, ports=infiniband(lid=0x120 + row).ports) for row in range(2)]
+    for nic in nics:
+        nic.ports[0].pkeys = [0xFFFF, 0x8001]
+    pair = hosts.pair(*nics, pkey_index=1)
+
+    pair.open()
+
+    assert [qp.attributes["pkey_index"] for side in pair.queue_pairs() for qp in side] == [1, 1]
+    check_connected(pair)
+
+
+def test_a_partition_key_beyond_the_table_is_refused_with_both_numbers(hosts: FakeHosts) -> None:
+    """B40: row 7 of 2."""
+    nic = connectx(address=A)
+    nic.ports[0].pkeys = [0xFFFF, 0x8001]
+    hosts.add("a", nic)
+
+    probe = RdmaTransport.probe(_config("a", pkey_index=7))
+
+    assert "pkey_index 7" in probe.reason
+    assert "2 rows" in probe.reason
+
+
+def test_partitions_that_differ_are_not_tried(hosts: FakeHosts) -> None:
+    """B40: compared before a queue pair is made."""
+    here, there = infiniband(lid=0x120), infiniband(lid=0x121)
+    there.ports[0].pkeys = [0x8002]
+    pair = hosts.pair(here, there)
+
+    with pytest.raises(TransportUnavailableError, match=r"0xffff here, 0x8002"):
+        pair.open()
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        {},
+        {"ports": 3},
+        {"ports": [3]},
+        {"ports": [{}]},
+        {"ports": [{"kind": "x", "offer": {"link": 99}}]},
+        {"ports": []},
+    ],
+)
+def test_a_card_that_is_none_is_a_reason_to_go_on_with_tcp(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch, card: dict[str, Any]
+) -> None:
+    """B108: what a peer sends wrong is its own error; this engine lives on."""
+    pair = hosts.pair(connectx(address=A), connectx(address=B), transports=("rdma", "tcp"))
+    monkeypatch.setattr(RdmaTransport, "card", lambda _: card)
+
+    pair.open()
+
+    assert pair.segment.transport == "tcp"
+    assert pair.segment.passed_over["rdma"]
+    pair.write()
+
+
+def _config(host: str, **settings: Any) -> Any:
     from kvxfer.config import EngineConfig
 
-    return EngineConfig.resolve(name=host, transports=("rdma",))
+    return EngineConfig.resolve(name=host, transports=("rdma",), **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
 import weakref
 
 import pytest
@@ -51,6 +52,33 @@ def test_second_close_does_nothing_and_later_use_says_so(library: FakeLibrary) -
         _ = domain.pointer
     assert "closed" in repr(domain)
     context.close()
+
+
+def test_an_object_that_two_threads_close_is_destroyed_once_and_waited_for(library: FakeLibrary) -> None:
+    context = open_first(library)
+    pair = context.alloc_pd().create_qp(context.create_cq(16), capabilities=QueuePairCapabilities(max_send_wr=4))
+    destroy, calls = pair._ownership.destroy, []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def destroy_slowly(pointer: object) -> int:
+        calls.append(pointer)
+        begun.set()
+        assert may_end.wait(5.0)
+        return destroy(pointer)
+
+    pair._ownership.destroy = destroy_slowly
+    session = threading.Thread(target=pair.close)
+    session.start()
+    assert begun.wait(5.0)
+    closer = threading.Thread(target=context.close)
+    closer.start()
+    may_end.set()
+    for thread in (session, closer):
+        thread.join(5.0)
+
+    assert len(calls) == 1
+    assert context.is_closed
+    assert not library.leaks
 
 
 def test_object_that_is_dropped_warns_and_is_destroyed(library: FakeLibrary) -> None:

@@ -1,0 +1,219 @@
+"""What `initialize` makes of its arguments and of Mooncake's environment variables."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+import kvxfer
+from kvxfer.compat import mooncake
+from kvxfer.compat import mooncake_environment as environment_of
+from kvxfer.compat.mooncake_settings import P2P, Wish, open_engine, transfer_timeout_s
+from kvxfer.transports.rdma import RdmaTransport
+
+NO_PORT = kvxfer.Probe(
+    "rdma",
+    usable=False,
+    reason="no RDMA port can be used: mlx5_0:1: the port is DOWN; mlx5_1:1: no usable GID",
+    remedy="`kvxfer devices` shows each port and its GIDs.",
+    details={"refusals": {"mlx5_0:1": "the port is DOWN", "mlx5_1:1": "no usable GID"}},
+)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[kvxfer.TransferEngine]]:
+    """Engines that are closed at the end."""
+    opened: list[kvxfer.TransferEngine] = []
+    yield opened
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two NICs, neither of which can be used."""
+    monkeypatch.setattr(RdmaTransport, "probe", classmethod(lambda cls, config: NO_PORT))
+
+
+def wish(host: str = "127.0.0.1", protocol: str = "tcp", device_name: str = "", server: str = P2P) -> Wish:
+    return Wish(host, server, protocol, device_name)
+
+
+def open_one(engines: list[Any], asked: Wish, **environment: str) -> kvxfer.TransferEngine:
+    engines.append(open_engine(asked, environment))
+    return engines[-1]
+
+
+def test_host_is_kept_and_its_port_is_not(engines: list[Any]) -> None:
+    engine = open_one(engines, wish("localhost:5000"), MC_MIN_RPC_PORT="20000", MC_MAX_RPC_PORT="20999")
+
+    host, _, port = engine.address.rpartition(":")
+    assert host == "localhost"
+    assert 20000 <= int(port) <= 20999
+    assert engine.config.host == "0.0.0.0"
+    assert engine.transports == ("shm", "tcp")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "[::1]:5000"])
+def test_ipv6_address_is_bracketed_and_ipv6_listened_on(engines: list[Any], host: str) -> None:
+    engine = open_one(engines, wish(host))
+
+    assert engine.address.startswith("[::1]:")
+    assert engine.config.host == "::"
+
+
+def test_two_engines_never_take_one_port(engines: list[Any]) -> None:
+    limits = {"MC_MIN_RPC_PORT": "21000", "MC_MAX_RPC_PORT": "21003"}
+
+    ports = {open_one(engines, wish(), **limits).address.rpartition(":")[2] for _ in range(3)}
+
+    assert len(ports) == 3
+
+
+@pytest.mark.parametrize("name", ["MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT", "MC_HANDSHAKE_CONNECT_TIMEOUT"])
+def test_variable_that_is_no_number_is_named(name: str) -> None:
+    with pytest.raises(kvxfer.ConfigError, match=name):
+        open_engine(wish(), {name: "soon"})
+
+
+def test_transfer_timeout_that_is_no_number_is_named() -> None:
+    with pytest.raises(kvxfer.ConfigError, match="MC_TRANSFER_TIMEOUT"):
+        transfer_timeout_s({"MC_TRANSFER_TIMEOUT": "soon"})
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("60", 60.0), ("1", 5.0), ("5.5", 5.5)])
+def test_transfer_timeout_has_mooncakes_floor(text: str, seconds: float) -> None:
+    assert transfer_timeout_s({"MC_TRANSFER_TIMEOUT": text}) == seconds
+    assert transfer_timeout_s({}) == 30.0
+
+
+def test_own_variables_win_over_what_mooncakes_arguments_mean(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"KVXFER_TRANSPORTS": "tcp", "KVXFER_HOST": "127.0.0.1", "KVXFER_CONNECT_TIMEOUT_S": "1.5"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+
+    engine = open_one(engines, wish(), **own, MC_HANDSHAKE_CONNECT_TIMEOUT="9")
+
+    assert engine.transports == ("tcp",)
+    assert engine.config.host == "127.0.0.1"
+    assert engine.config.connect_timeout_s == 1.5
+
+
+def test_log_level_is_that_of_the_logger(engines: list[Any]) -> None:
+    logger = logging.getLogger("kvxfer")
+    before = logger.level
+    try:
+        open_one(engines, wish(), MC_LOG_LEVEL="ERROR")
+
+        assert logger.level == logging.ERROR
+    finally:
+        logger.setLevel(before)
+
+
+# RDMA.
+
+
+@pytest.mark.usefixtures("no_device")
+def test_rdma_without_a_device_fails_and_names_every_nic(caplog: pytest.LogCaptureFixture) -> None:
+    engine = mooncake.TransferEngine()
+
+    code = engine.initialize("127.0.0.1", P2P, "rdma", "")
+
+    error = mooncake.last_error()
+    assert code == -6
+    assert isinstance(error, kvxfer.DeviceNotFoundError)
+    assert error.values["reasons"] == NO_PORT.details["refusals"]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    for part in ("mlx5_0:1: the port is DOWN", "mlx5_1:1: no usable GID", "mooncake_protocol", "KVXFER_ALLOW_FALLBACK"):
+        assert part in told[0]
+
+
+@pytest.mark.usefixtures("no_device")
+def test_fallback_that_is_allowed_is_told_once(engines: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    engine = open_one(engines, wish(protocol="rdma"), KVXFER_ALLOW_FALLBACK="1")
+
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert engine.transports == ("shm", "tcp")
+    assert len(told) == 1
+    assert "mlx5_0:1: the port is DOWN" in told[0]
+
+
+@pytest.mark.usefixtures("no_device")
+def test_fallback_switched_off_is_none() -> None:
+    with pytest.raises(kvxfer.DeviceNotFoundError):
+        open_engine(wish(protocol="rdma"), {"KVXFER_ALLOW_FALLBACK": "0"})
+
+
+def test_tcp_and_forced_tcp_open_no_device(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RdmaTransport, "probe", classmethod(lambda cls, config: pytest.fail("it looked for devices")))
+
+    assert open_one(engines, wish(device_name="mlx5_0")).transports == ("shm", "tcp")
+    assert open_one(engines, wish(protocol="rdma"), MC_FORCE_TCP="1").transports == ("shm", "tcp")
+
+
+class Sysfs:
+    """Stands for the devices that the kernel has."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.fixture
+def asked_devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rdma_devices of each engine that was opened; mlx5_0 and mlx5_1 are there."""
+    found: list[Any] = []
+
+    def probe(cls: type, config: kvxfer.EngineConfig) -> kvxfer.Probe:
+        found.append(config.rdma_devices and [str(one) for one in config.rdma_devices])
+        return NO_PORT
+
+    monkeypatch.setattr(RdmaTransport, "probe", classmethod(probe))
+    monkeypatch.setattr("kvxfer.verbs.sysfs.list_sysfs_devices", lambda: [Sysfs("mlx5_0"), Sysfs("mlx5_1")])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device_name", "environment", "devices"),
+    [
+        ("", {}, None),
+        ("mlx5_1", {}, ["mlx5_1"]),
+        (" mlx5_0 , mlx5_1,", {}, ["mlx5_0", "mlx5_1"]),
+        ("mlx5_0,mlx5_9", {}, ["mlx5_0"]),
+        ("mlx5_9", {}, ["mlx5_9"]),
+        ("", {"MC_TE_FILTERS": "mlx5_1"}, ["mlx5_1"]),
+        ("", {"MC_IB_PORT": "2"}, ["mlx5_0:2", "mlx5_1:2"]),
+        ("mlx5_1", {"MC_IB_PORT": "2"}, ["mlx5_1:2"]),
+    ],
+)
+def test_device_names(
+    asked_devices: list[Any], device_name: str, environment: Mapping[str, str], devices: list[str] | None
+) -> None:
+    with pytest.raises(kvxfer.DeviceNotFoundError):
+        open_engine(wish(protocol="rdma", device_name=device_name), environment)
+
+    assert asked_devices[0] == devices
+
+
+# Environment variables.
+
+
+def test_variables_in_vain_are_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_of, "_reported", set())
+
+    for _ in range(2):
+        environment_of.warn_of_ignored({"MC_WORKERS_PER_CTX": "4", "MC_MTU": "1024", "MC_HOST": "else's"})
+
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "MC_WORKERS_PER_CTX" in told[0]
+    assert "MC_MTU" not in told[0]
+
+
+def test_no_variable_is_both_honoured_and_ignored() -> None:
+    assert not set(environment_of.VARIABLES) & set(environment_of.IGNORED)
