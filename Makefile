@@ -14,7 +14,7 @@ DEV_INSTALLED := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lab cover lint format types peers bench fuzz wheel clean
+.PHONY: help demo test test-all lab interop cover lint format types peers bench fuzz wheel clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test-all: $(DEV_INSTALLED) ## the slow tests too
 
 lab: $(DEV_INSTALLED) ## the RDMA tests, in guests with soft-RoCE devices (QEMU; LAB=uml: User-Mode Linux)
 	bash tests/lab/run-tests.sh
+
+interop: $(DEV_INSTALLED) peers ## the tests against other engines and their servers, installed where missing
+	$(BIN)/python -m pytest -q -m interop
 
 cover: $(DEV_INSTALLED) ## test-all with the lines that no test reaches
 	$(BIN)/python -m coverage erase

@@ -5,6 +5,7 @@ Tables and look-ups only; `peers.py` starts and measures them, `report.py` print
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -84,6 +85,28 @@ CONTENDERS: Final = {
 }
 
 
+_TREE = BENCH_FOLDER.parent
+_SHIM = _TREE / "kvxfer" / "compat" / "shim"
+
+
+def _drop_in(name: str, **environment: str) -> Contender:
+    """Mooncake's contender, with kvxfer under Mooncake's name."""
+    path = os.pathsep.join(str(folder) for folder in (_SHIM, BENCH_FOLDER, _TREE))
+    environment = {"PYTHONPATH": path, **environment}
+    return Contender(name, "contenders.mooncake_peer", _SHIM / "mooncake" / "engine.py", environment=environment)
+
+
+DROP_INS: Final = {
+    contender.name: contender
+    for contender in (
+        _drop_in("drop-in"),
+        _drop_in("drop-in-tcp", KVXFER_TRANSPORTS="tcp"),
+        CONTENDERS["mooncake-tcp"],
+    )
+}
+"""Who takes part in `dropin.py`."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """`who / rival`, and the least ratio asked for by workload; a workload without one is printed without judgement."""
@@ -107,6 +130,8 @@ PAIRS: Final = (
     Pair("kvxfer-tcp", "nixl-tcp-tuned", {"64KiB": 1.2, "4KiB": 3.5}),
     Pair("kvxfer-tcp", "nixl-tcp-installed", {"64KiB": 2.5, "4KiB": 8.0}),
     Pair("kvxfer-tcp", "iperf3", {"64KiB": 1.0, "4KiB": 0.9}),
+    Pair("drop-in", "mooncake-tcp", {"64KiB": 3.5, "4KiB": 9.0}),
+    Pair("drop-in-tcp", "mooncake-tcp", {"64KiB": 1.9, "4KiB": 9.0}),
 )
 
 LATENCY_REQUIRED_US: Final = {"kvxfer-shm": 3.0, "kvxfer-shm-any": 6.0}  # the most the median transfer may take

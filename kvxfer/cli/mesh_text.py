@@ -39,7 +39,8 @@ def draw_mesh(hosts: Sequence[MeshHost], problems: Sequence[tuple[str, str]], st
     ports = sum(len(host.ports) for host in hosts)
     title = style.paint(f"kvxfer {__version__} mesh", "bold")
     parts = [f"{title}  {len(hosts)} engines, {ports} ports, {len(found)} rails", "", _draw_matrix(hosts, style)]
-    parts += ["", _draw_legend(found, hosts, style)]
+    legend = _draw_legend(found, hosts, style)
+    parts += ["", legend] if legend else []
     for host in hosts:
         parts += [
             style.paint(wrap(f"! {host.address} does not use {port}: {why}", style, indent=""), "yellow")

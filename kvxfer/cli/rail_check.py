@@ -38,7 +38,7 @@ REGION_NAME = "kvxfer.serve"
 CONTROL = ("tcp", "shm", "rdma")
 """How a peer is asked what it has: not by what is to be tried, if there is another way."""
 SLOT_NBYTES_MAX = 4 << 20
-SLOT_NBYTES_MIN = 4096
+SLOT_UNIT_NBYTES = 4096
 BLOCK_NBYTES = 64 << 10
 TIMED_ROUNDS = 3
 TEXT_LENGTH_MAX = 4000
@@ -122,6 +122,13 @@ class Share:
     index: int = 0
     count: int = 1
 
+    def cut(self, pool_nbytes: int, parallel: int) -> list[range]:
+        """Return the offsets of `parallel` slots in this share of a pool; empty ones where it is too small."""
+        most = pool_nbytes // (self.count * parallel) // SLOT_UNIT_NBYTES * SLOT_UNIT_NBYTES
+        nbytes = min(SLOT_NBYTES_MAX, most)
+        starts = ((self.index * parallel + at) * nbytes for at in range(parallel))
+        return [range(start, start + nbytes) for start in starts]
+
 
 def find_pool(segment: Segment) -> RegionDescriptor | None:
     """Return the region that a peer offers for such trials, if it may be written and read."""
@@ -155,24 +162,21 @@ def check_rails(
         )
     offers = read_card(offer, address)
     pool = find_pool(segment)
-    share = share or Share()
-    slot_nbytes = 0
-    if pool is not None:
-        slot_nbytes = min(SLOT_NBYTES_MAX, pool.nbytes // (share.count * parallel) // SLOT_NBYTES_MIN * SLOT_NBYTES_MIN)
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for at in range(parallel):
-        slots.put((share.index * parallel + at) * slot_nbytes)
+    slots = (share or Share()).cut(0 if pool is None else pool.nbytes, parallel)
+    free: queue.SimpleQueue[range] = queue.SimpleQueue()
+    for slot in slots:
+        free.put(slot)
 
     def check(pair: _Pair) -> RailReport:
         if pair.no_path:
             return RailReport(pair.local, pair.remote, "no path", pair.no_path)
         if is_stopped() or time.monotonic() >= deadline:
             return RailReport(pair.local, pair.remote, "not tried", "the time was over before its turn came")
-        slot = slots.get()
+        slot = free.get()
         try:
-            return _Trial(engine.config, address, pair, deadline).run(slot, slot_nbytes)
+            return _Trial(engine.config, address, pair, deadline).run(slot)
         finally:
-            slots.put(slot)
+            free.put(slot)
 
     pairs = list(_find_pairs(transport, offers, engine.config, address))
     with ThreadPoolExecutor(parallel, thread_name_prefix="kvxfer-rail") as workers:
@@ -220,8 +224,8 @@ class _Trial:
             "connect_timeout_s": min(config.connect_timeout_s, self._left_s()),
         }
 
-    def run(self, slot: int, slot_nbytes: int) -> RailReport:
-        """Connect and move. slot: where in the peer's pool `slot_nbytes` bytes may be written."""
+    def run(self, slot: range) -> RailReport:
+        """Connect and move. slot: which bytes of the peer's pool may be written."""
         from kvxfer.engine import TransferEngine
 
         facts: dict[str, Any] = {}
@@ -238,18 +242,22 @@ class _Trial:
                     f"{name} {best[name]} -> {value}" for name, value in attributes.items() if value != best[name]
                 )
                 facts |= {"path_mtu": attributes["path_mtu"], "read_depth": attributes["read_depth"]}
-                if slot_nbytes:
-                    facts |= self._move(engine, segment, slot, slot_nbytes)
+                if slot:
+                    facts |= self._move(engine, segment, slot)
         except KvxferError as error:
             facts.setdefault("attempts", tuple(dict.fromkeys(map(str, error.values.get("attempts", ())))))
             return RailReport(self._pair.local, self._pair.remote, "failed", _reason_of(error), error.remedy, **facts)
+        except Exception as exc:  # a bug: the other rails are worth knowing
+            reason = f"this end failed: {exc!r}"
+            return RailReport(self._pair.local, self._pair.remote, "failed", reason, "Please report it.", **facts)
         return RailReport(self._pair.local, self._pair.remote, "lowered" if facts["lowered"] else "ok", **facts)
 
-    def _move(self, engine: TransferEngine, segment: Segment, slot: int, nbytes: int) -> dict[str, Any]:
+    def _move(self, engine: TransferEngine, segment: Segment, slot: range) -> dict[str, Any]:
         """Write a pattern, read it back, compare, and time both. Raises what went wrong."""
         pool = find_pool(segment)
-        if pool is None or slot + nbytes > pool.nbytes:
+        if pool is None or slot.stop > pool.nbytes:
             return {}
+        nbytes = len(slot)
         memory = np.empty(2 * nbytes, np.uint8)
         region = engine.register(memory)
         sent, received = memory[:nbytes], memory[nbytes:]
@@ -257,7 +265,7 @@ class _Trial:
         received[:] = ~sent
         block_nbytes = min(BLOCK_NBYTES, nbytes)
         rows = np.arange(nbytes // block_nbytes, dtype=np.int64) * block_nbytes
-        there = pool.address + slot + rows
+        there = pool.address + slot.start + rows
         here = region.address + rows
 
         def timed(move: Callable[..., None], local: Any) -> float:

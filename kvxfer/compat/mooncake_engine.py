@@ -7,9 +7,6 @@ turns into a code. Read next: `mooncake_running.py`, what does the work; docs/mo
 from __future__ import annotations
 
 import os
-import queue
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,7 +14,7 @@ from kvxfer import EngineConfig, Opcode, UnsupportedError, UsageError
 from kvxfer.compat.mooncake_arguments import Rows, take_column, take_int, take_text
 from kvxfer.compat.mooncake_codes import Answer, Code, answer
 from kvxfer.compat.mooncake_memory import copy_bytes
-from kvxfer.compat.mooncake_running import Running
+from kvxfer.compat.mooncake_running import Running, close_with
 from kvxfer.compat.mooncake_settings import P2P, Wish
 from kvxfer.compat.mooncake_topology import NO_TOPOLOGY, local_topology
 from kvxfer.compat.mooncake_types import InnerTransferEngine, TransferNotify, TransferOpcode
@@ -76,8 +73,7 @@ class TransferEngine:
 
         def start() -> int:
             running = Running(wish, os.environ)
-            _start_closer()
-            weakref.finalize(self, _close_later, running).atexit = False  # the native engine ends itself then
+            close_with(self, running)
             before, self._running = self._running, running
             if before is not None:
                 before.close()
@@ -435,27 +431,3 @@ def _take_notify(call: str, notify: object) -> tuple[str, str] | None:
             f"{call}(): incompatible function arguments: notify must be a TransferNotify, not {type(notify).__name__}."
         )
     return notify.name, notify.msg
-
-
-# An engine object that is dropped without a word must give its port and threads back. That cannot be done where the
-# garbage collector finds it, which may be under any lock; SimpleQueue.put may be called there, and a thread does it.
-_dropped: queue.SimpleQueue[Running] = queue.SimpleQueue()
-_closer: threading.Thread | None = None
-_closer_lock = threading.Lock()
-
-
-def _close_later(running: Running) -> None:
-    _dropped.put(running)
-
-
-def _close_dropped() -> None:
-    while True:
-        _dropped.get().close()
-
-
-def _start_closer() -> None:
-    global _closer
-    with _closer_lock:
-        if _closer is None or not _closer.is_alive():
-            _closer = threading.Thread(target=_close_dropped, daemon=True, name="kvxfer-closer")
-            _closer.start()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 
 from kvxfer import (
@@ -30,14 +32,15 @@ from kvxfer.compat.mooncake_arguments import Rows
 from kvxfer.compat.mooncake_codes import Code
 from kvxfer.compat.mooncake_environment import warn_of_ignored
 from kvxfer.compat.mooncake_memory import BufferPool
+from kvxfer.compat.mooncake_own import Own
 from kvxfer.compat.mooncake_settings import Wish, listen_ports, open_engine, transfer_timeout_s
-from kvxfer.compat.mooncake_targets import BatchTicket, DoneTicket, Notify, Targets, Ticket
-from kvxfer.mooncake.descriptor import SegmentDescriptor
+from kvxfer.compat.mooncake_target import Notify
+from kvxfer.compat.mooncake_targets import Targets
+from kvxfer.compat.mooncake_tickets import BatchTicket, DoneTicket, Ticket
 from kvxfer.mooncake_directory import open_directory
 from kvxfer.mooncake_peer import send_notify, send_probe
-from kvxfer.mooncake_service import MooncakeService
 
-__all__ = ["Running"]
+__all__ = ["Running", "close_with"]
 
 PROBE_TIMEOUT_S = 2.0
 ADDED_S_PER_BYTE = 1e-9  # Mooncake's
@@ -63,9 +66,7 @@ class Running:
             host = wish.host or listening.host
             self.name = format_host_port(host, self.port) if wish.is_p2p else wish.local_hostname
             self.managed = BufferPool(self.engine, Rights.ALL)
-            self._service = MooncakeService(
-                self.engine, describe=self.describe, data_ports=[*listen_ports(environment), 0]
-            )
+            self._own = Own(self.engine, self.name, [*listen_ports(environment), 0])
             self._directory = open_directory(
                 wish.metadata_server,
                 own_name=self.name,
@@ -73,8 +74,8 @@ class Running:
                 own_port=self.port,
                 environment=environment,
             )
-            self._targets = Targets(self.engine, self._directory, BufferPool(self.engine, Rights.NONE))
-            self._directory.publish(self.describe())
+            self._targets = Targets(self.engine, self.name, self._directory, BufferPool(self.engine, Rights.NONE))
+            self._directory.publish(self._own.descriptor())
         except BaseException:
             self.engine.close()
             raise
@@ -85,7 +86,7 @@ class Running:
             return
         self._directory.withdraw()
         self._targets.close()
-        self._service.close()
+        self._own.close()
         self.engine.close()
 
     def check_owner(self) -> None:
@@ -130,7 +131,7 @@ class Running:
         with self._lock:
             self._regions.update((region.address, region) for region in made)
         if made:
-            self._directory.publish(self.describe())
+            self._directory.publish(self._own.descriptor())
 
     def unregister(self, addresses: Sequence[int]) -> None:
         """Take ranges back by the addresses where they begin; as many as can be, then raises the first error."""
@@ -141,7 +142,7 @@ class Running:
             except KvxferError as error:
                 first = first or error
         if addresses:
-            self._directory.publish(self.describe())
+            self._directory.publish(self._own.descriptor())
         if first is not None:
             raise first
 
@@ -162,10 +163,6 @@ class Running:
             raise
         with self._lock:
             self._taken.discard(address)
-
-    def describe(self) -> SegmentDescriptor:
-        """Return what other processes are told of this one."""
-        return self._service.descriptor(self.name)
 
     # Transfers.
 
@@ -250,7 +247,7 @@ class Running:
 
     def notifications(self) -> list[Notify]:
         """Return and forget what has come in, oldest first; one of a native engine has its address for a name."""
-        return self._service.notifies()
+        return self._own.notifies()
 
     def _notify(self, name: str, notify: Notify | None) -> None:
         if notify is not None:
@@ -265,3 +262,25 @@ def _no_batch(number: int) -> UsageError:
         remedy="A batch is known until its end was told once; a number of 0 says that none was submitted.",
         number=number,
     )
+
+
+# An engine object that is dropped without a word must give its port and threads back. That cannot be done where the
+# garbage collector finds it, which may be under any lock; SimpleQueue.put may be called there, and a thread does it.
+_dropped: queue.SimpleQueue[Running] = queue.SimpleQueue()
+_closer: threading.Thread | None = None
+_closer_lock = threading.Lock()
+
+
+def _close_dropped() -> None:
+    while True:
+        _dropped.get().close()
+
+
+def close_with(owner: object, running: Running) -> None:
+    """Close it some time after `owner` is gone; at the end of the process the native engine ends by itself."""
+    global _closer
+    weakref.finalize(owner, _dropped.put, running).atexit = False
+    with _closer_lock:
+        if _closer is None or not _closer.is_alive():
+            _closer = threading.Thread(target=_close_dropped, daemon=True, name="kvxfer-closer")
+            _closer.start()

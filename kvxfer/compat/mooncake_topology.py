@@ -12,7 +12,7 @@ from pathlib import Path
 from kvxfer import EngineConfig, KvxferError
 from kvxfer.transports.rdma_nic import close_nics, open_nics
 
-__all__ = ["NO_TOPOLOGY", "local_topology"]
+__all__ = ["NO_TOPOLOGY", "build_matrix", "local_topology", "numa_nodes"]
 
 NO_TOPOLOGY = '{"cpu:0": [[], []]}\n'
 
@@ -25,7 +25,7 @@ def local_topology(config: EngineConfig, environment: Mapping[str, str], root: P
     custom = environment.get("MC_CUSTOM_TOPO_JSON")
     if custom:
         return Path(custom).read_text()
-    matrix = build_matrix(_find_devices(config), _numa_nodes(root))
+    matrix = build_matrix(_find_devices(config), numa_nodes(root))
     return json.dumps(matrix, indent="\t") + "\n"
 
 
@@ -50,7 +50,8 @@ def _find_devices(config: EngineConfig) -> dict[str, int | None]:
     return found
 
 
-def _numa_nodes(root: Path) -> list[int]:
+def numa_nodes(root: Path) -> list[int]:
+    """Return the NUMA nodes of this machine; one where the kernel names none."""
     folder = root / "sys/devices/system/node"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")] if folder.is_dir() else []
     return sorted(int(node) for node in nodes if node.isdecimal()) or [0]

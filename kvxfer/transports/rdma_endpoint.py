@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvxfer.errors import KvxferError, PostError
-from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, is_delivered
+from kvxfer.transports.base import Endpoint, PeerLink, Transfer, is_delivered
 from kvxfer.transports.rdma_connect import connect
 from kvxfer.transports.rdma_faults import fault_error, is_of_path
+from kvxfer.transports.rdma_lane import Lane, Work
 from kvxfer.transports.rdma_mender import Connect, Mender
-from kvxfer.transports.rdma_queue import Fault, Lane, SendQueue
+from kvxfer.transports.rdma_queue import Fault, SendQueue
 from kvxfer.transports.rdma_rail import Rail, usable_rails
 from kvxfer.transports.rdma_spread import SPREAD_NBYTES, Spreader
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
@@ -56,9 +57,7 @@ class RdmaEndpoint(Endpoint):
     transport = "rdma"
     needs_session = True
 
-    def __init__(
-        self, rails: Sequence[Rail], link: PeerLink, config: EngineConfig, connect: Connect = connect
-    ) -> None:
+    def __init__(self, rails: Sequence[Rail], link: PeerLink, config: EngineConfig, connect: Connect = connect) -> None:
         """connect: how a rail's queue pair is connected; another one for peers that speak another protocol."""
         self._rails = list(rails)
         self._link = link
@@ -123,7 +122,7 @@ class RdmaEndpoint(Endpoint):
             return None if self._pump() else (self._epoll.fileno(), select.POLLIN)
 
     def abort(self, transfer: Transfer, deadline: float) -> None:
-        work: _Work | None = transfer.work
+        work: Work | None = transfer.work
         if work is not None and work.delivery is not None:
             work.delivery.abandon()
         self._give_up(transfer, min(deadline, time.monotonic() + HANG_UP_S))
@@ -151,6 +150,7 @@ class RdmaEndpoint(Endpoint):
                 self._break(rail, deadline)
             self._orphans.clear()
             self._changed.notify_all()
+            os.eventfd_write(self._wake_fd, 1)  # who sleeps there wakes up before it is closed
             self._epoll.close()
             os.close(self._wake_fd)
 
@@ -257,7 +257,7 @@ class RdmaEndpoint(Endpoint):
                     lane.transfer.work.error = error
                     waiting.popleft()
                 elif error.values.get("bad_index", 0) < 0 or (not error.posted_count and queue.is_stuck):
-                    queue.break_by(error)  # nobody knows what is on it, or nothing will make room
+                    queue.break_by(error, lane)  # nobody knows what is on it, or nothing will make room
                 break  # room comes with completions
             if lane.posted == lane.count:
                 waiting.popleft()
@@ -267,7 +267,7 @@ class RdmaEndpoint(Endpoint):
 
     def _begin(self, transfer: Transfer) -> None:
         """Make lanes of the batch and have them wait in their rails; raises what is wrong with it."""
-        work = transfer.work = _Work()
+        work = transfer.work = Work()
         columns = (*transfer.columns, np.arange(len(transfer.columns[0])))
         rails = self._rails_for(transfer.nbytes_total, work)
         if rails:
@@ -278,7 +278,7 @@ class RdmaEndpoint(Endpoint):
         self._orphans.append(lane)
         self._mender.start()
 
-    def _rails_for(self, nbytes: int, work: _Work) -> list[Rail]:
+    def _rails_for(self, nbytes: int, work: Work) -> list[Rail]:
         """Return the rails that so many bytes should go over now; none where there is none, or there soon are more."""
         rails = usable_rails(self._rails)
         if rails and nbytes >= SPREAD_NBYTES and self._mender.connect_more():
@@ -295,7 +295,7 @@ class RdmaEndpoint(Endpoint):
         """Give lanes that have no rail one, as far as there is any; whether there was."""
         orphans, self._orphans = self._orphans, []
         for lane in orphans:
-            work: _Work = lane.transfer.work
+            work: Work = lane.transfer.work
             rails = self._rails_for(lane.nbytes_left, work)
             if not rails:
                 self._orphans.append(lane)
@@ -313,7 +313,7 @@ class RdmaEndpoint(Endpoint):
             self._mender.start()
         return len(self._orphans) < len(orphans)
 
-    def _check_patience(self, work: _Work, now: float) -> None:
+    def _check_patience(self, work: Work, now: float) -> None:
         """Raise why there is no connection for a batch, once it has been without for too long."""
         if any(rail.is_connected for rail in self._rails) or not self._orphans:
             work.lost_at = 0.0
@@ -323,7 +323,7 @@ class RdmaEndpoint(Endpoint):
             raise work.first_error or self._mender.failure()
 
     def _is_over(self, transfer: Transfer) -> bool:
-        work: _Work = transfer.work
+        work: Work = transfer.work
         if work.lanes and all(lane.done == lane.count for lane in work.lanes):
             for lane in work.lanes:
                 if lane.rail is not None:
@@ -340,7 +340,7 @@ class RdmaEndpoint(Endpoint):
         lock."""
         if transfer.notify is None:
             return True
-        work: _Work = transfer.work
+        work: Work = transfer.work
         if work.delivery is None:
             work.delivery = self._link.deliver(transfer.notify)
         return is_delivered(work.delivery, transfer, until)
@@ -359,8 +359,9 @@ class RdmaEndpoint(Endpoint):
         is_path = is_of_path(fault.status)
         rail.note_failure(error, is_of_path=is_path)
         lanes = self._break(rail, time.monotonic() + STOP_S)
-        for transfer in dict.fromkeys(lane.transfer for lane in lanes):
-            work: _Work = transfer.work
+        touched = [lane for lane in lanes if lane.posted > lane.done or lane is fault.lane]
+        for transfer in dict.fromkeys(lane.transfer for lane in touched):
+            work: Work = transfer.work
             work.faults += 1
             work.first_error = work.first_error or error
             if not is_path and fault.lane is not None and fault.lane.transfer is transfer:
@@ -388,7 +389,7 @@ class RdmaEndpoint(Endpoint):
 
     def _give_up(self, transfer: Transfer, deadline: float) -> None:
         """Take a batch off the rails for good; takes `_changed`. When this returns nothing writes on its account."""
-        work: _Work | None = transfer.work
+        work: Work | None = transfer.work
         if work is None:
             return
         with self._changed:
@@ -407,21 +408,3 @@ class RdmaEndpoint(Endpoint):
         with self._changed:
             if self._orphans or self._mender.undropped:
                 self._mender.start()
-
-
-class _Work:
-    """How far one batch is: its lanes, what broke under it, and its notification."""
-
-    __slots__ = ("begun", "broken", "delivery", "error", "faults", "first_error", "lanes", "lost_at")
-
-    def __init__(self) -> None:
-        self.begun = time.monotonic()
-        self.lanes: list[Lane] = []
-        self.broken: set[int] = set()
-        """Connections that broke with slices of it on them."""
-        self.faults = 0
-        self.first_error: KvxferError | None = None
-        self.error: KvxferError | None = None
-        self.lost_at = 0.0
-        """Since when it has no connection; 0.0 while it has."""
-        self.delivery: Delivery | None = None

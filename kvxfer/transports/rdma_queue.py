@@ -17,19 +17,17 @@ import numpy as np
 
 from kvxfer.errors import PostError, VerbsError
 from kvxfer.log import get_logger
-from kvxfer.types import AddressColumn, Opcode
+from kvxfer.types import Opcode
 from kvxfer.verbs.enums import CompletionStatus, QueuePairState, WorkOpcode
 from kvxfer.verbs.work_request import WorkRequestBatch
 
 if TYPE_CHECKING:
-    from kvxfer.transports.base import Transfer
-    from kvxfer.transports.rdma_rail import Rail
+    from kvxfer.transports.rdma_lane import Lane
     from kvxfer.verbs.completion_queue import CompletionChannel, CompletionQueue
     from kvxfer.verbs.handle import Handle
     from kvxfer.verbs.queue_pair import QueuePair
-    from kvxfer.verbs.work_request import Column
 
-__all__ = ["Fault", "Lane", "SendQueue", "close_all"]
+__all__ = ["Fault", "SendQueue", "close_all"]
 
 SIGNAL_EVERY_MAX = 64
 """UCX's value: a completion costs about as much as posting a request, and slots come back by completions only."""
@@ -37,74 +35,6 @@ DRAIN_TICK_S = 0.0002
 _WORK = {Opcode.WRITE: WorkOpcode.RDMA_WRITE, Opcode.READ: WorkOpcode.RDMA_READ}
 
 log = get_logger(__name__)
-
-
-class Lane:
-    """What one transfer has on one rail: slices as columns, how many were posted, how many are done.
-
-    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all. rail: None, and no
-    keys, while no rail is to be had.
-    """
-
-    __slots__ = (
-        "begun",
-        "count",
-        "done",
-        "ended",
-        "ends",
-        "lkey",
-        "local",
-        "nbytes",
-        "posted",
-        "rail",
-        "remote",
-        "rkey",
-        "rows",
-        "transfer",
-    )
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        rail: Rail | None,
-        local: AddressColumn,
-        remote: AddressColumn,
-        nbytes: AddressColumn,
-        lkey: Column,
-        rkey: Column,
-        rows: AddressColumn,
-    ) -> None:
-        self.transfer = transfer
-        self.rail = rail
-        self.local = local
-        self.remote = remote
-        self.nbytes = nbytes
-        self.lkey = lkey
-        self.rkey = rkey
-        self.rows = rows
-        self.count = len(local)
-        self.posted = 0
-        self.done = 0
-        self.ends = nbytes.cumsum()
-        self.begun = self.ended = 0.0  # monotonic seconds of the first post and the last completion
-
-    @property
-    def nbytes_left(self) -> int:
-        """Bytes that are not known to be in place."""
-        return int(self.ends[-1]) - (int(self.ends[self.done - 1]) if self.done else 0)
-
-    def advance(self, count: int) -> None:
-        """The next `count` slices are in place."""
-        if count == 0:
-            return
-        before = int(self.ends[self.done - 1]) if self.done else 0
-        self.done += count
-        nbytes = int(self.ends[self.done - 1]) - before
-        self.transfer.nbytes_done += nbytes
-        if self.rail is not None:
-            self.rail.nic.nbytes_sent += nbytes
-        if self.done == self.count:
-            self.ended = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -266,9 +196,10 @@ class SendQueue:
         except VerbsError as error:
             self.break_by(error)
 
-    def break_by(self, error: VerbsError) -> None:
-        """A call about the queue failed: it is of no more use."""
-        self.fault = self.fault or Fault(CompletionStatus.FATAL_ERR, 0, cause=error.message)
+    def break_by(self, error: VerbsError, lane: Lane | None = None) -> None:
+        """A call about the queue, or to post the rest of `lane`, failed: it is of no more use."""
+        at = 0 if lane is None else lane.posted
+        self.fault = self.fault or Fault(CompletionStatus.FATAL_ERR, 0, lane, at, cause=error.message)
 
     def stop(self, deadline: float) -> bool:
         """Move the queue pair to ERR and wait until every request has come back; whether they have.

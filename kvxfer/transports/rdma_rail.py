@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.errors import KvxferError
 from kvxfer.log import get_logger
 from kvxfer.transports.rdma_ladder import Attempt, QueuePairAttributes
-from kvxfer.transports.rdma_queue import Fault, Lane, SendQueue
+from kvxfer.transports.rdma_lane import Lane
+from kvxfer.transports.rdma_queue import Fault, SendQueue
 from kvxfer.verbs.enums import CompletionStatus
 from kvxfer.verbs.gid_choice import GidPair
 from kvxfer.verbs.port_offer import PortOffer

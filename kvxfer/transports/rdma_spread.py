@@ -14,7 +14,7 @@ import numpy as np
 from kvxfer.memory.chunks import CHUNK_DTYPE
 from kvxfer.memory.slices import cut_slices
 from kvxfer.transports.rdma_keys import KeyTable, read_remote_keys
-from kvxfer.transports.rdma_queue import Lane
+from kvxfer.transports.rdma_lane import Lane
 from kvxfer.types import ADDRESS_MAX, AddressColumn, RegionDescriptor
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Who may import whom. A module knows the floors below it; docs/architecture.md tells why.
 
-6  doors       cli, compat, __main__      nothing imports them
+6  doors       cli, compat, integrations, __main__      nothing imports them
 5  engine      every other module at the top of the package: engine, batch, segment, control ...
 4  transports  base, loop <- shm, rdma, tcp: siblings, each with helper modules of its own name
 3  handshake, mooncake    import floor 0 only; no socket, no thread, no clock
@@ -20,8 +20,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvxfer"
 GROUND = ("errors", "types", "log", "addresses", "config", "rdma_names", "text")
-FLOORS = {**dict.fromkeys(GROUND, 0), "system": 1, "verbs": 1, "memory": 2, "handshake": 3, "mooncake": 3, "transports": 4}
-DOORS = ("cli", "compat", "__main__")
+FLOORS = {
+    **dict.fromkeys(GROUND, 0),
+    "system": 1,
+    "verbs": 1,
+    "memory": 2,
+    "handshake": 3,
+    "mooncake": 3,
+    "transports": 4,
+}
+DOORS = ("cli", "compat", "integrations", "__main__")
 ENGINE_FLOOR, DOOR_FLOOR = 5, 6
 SIBLINGS = ("shm", "rdma", "tcp")
 PURE = ("memory.chunks", "memory.slices")

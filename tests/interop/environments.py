@@ -35,7 +35,7 @@ def mooncake_python(*packages: str) -> Path:
 
 def frameworks_python() -> Path:
     """Return the Python of an environment with Ray, and with what the callers of Mooncake need beside their stubs."""
-    packages = ("torch", "ray>=2.56", "msgspec", "pyzmq")
+    packages = ("torch", "ray==2.60.0", "msgspec", "pyzmq")
     return python_with("frameworks", packages, "import kvxfer, msgspec, ray, torch, zmq")
 
 

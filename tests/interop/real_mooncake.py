@@ -139,6 +139,16 @@ class _Child:
         addresses = [self.address + offset for offset in local]
         return int(self.engine.batch_transfer_sync(target, addresses, remote, nbytes, self.opcodes[opcode]))
 
+    def time_moves(
+        self, opcode: str, target: str, local: list[int], remote: list[int], nbytes: list[int], times: int
+    ) -> float:
+        """Move rows so many times; return the seconds of one."""
+        addresses = [self.address + offset for offset in local]
+        started = time.perf_counter()
+        for _ in range(times):
+            assert self.engine.batch_transfer_sync(target, addresses, remote, nbytes, self.opcodes[opcode]) == 0
+        return (time.perf_counter() - started) / times
+
     def write_and_notify(self, target: str, remote: int, nbytes: int, name: str, message: str) -> int:
         notify = self.notify_kind(name, message)
         return int(self.engine.transfer_sync(target, self.address, remote, nbytes, self.opcodes["write"], notify))

@@ -1,15 +1,14 @@
 """Who calls Mooncake today runs on kvxfer unchanged: files of SGLang, vLLM, LMCache and checkpoint-engine.
 
-The files come out of the packages' wheels, which are downloaded and neither installed nor unpacked; what they import and
-is not needed for transfers are stubs (wheel_modules.py). `callers.py` says what is done with them. The same is done with
-the real Mooncake, and the differences must be those that are listed here.
+The files come out of the packages' wheels, which are downloaded and neither installed nor unpacked; what they import
+and is not needed for transfers are stubs (wheel_modules.py). `callers.py` says what is done with them. The same is done
+with the real Mooncake, and the differences must be those that are listed here.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from tests.interop.environments import download, frameworks_python, mooncake_pyt
 from tests.interop.processes import clean_environment, shim_path
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(900)]
-PACKAGES = {
-    "sglang": "sglang",
-    "checkpoint_engine": "checkpoint-engine",
-    "lmcache": "lmcache",
-    "vllm_ec": "vllm",
-    "vllm": "vllm",
+PACKAGES = {  # fixed, so that a release of theirs does not fail our tests; raise them, and look at what changed
+    "sglang": "sglang==0.5.23",
+    "checkpoint_engine": "checkpoint-engine==0.4.2",
+    "lmcache": "lmcache==0.5.6",
+    "vllm_ec": "vllm==0.33.0",
+    "vllm": "vllm==0.33.0",
 }
 DIFFERENT = {
     "rdma": "Mooncake goes over tcp without a word where there is no RDMA device",
@@ -37,6 +36,7 @@ DIFFERENT = {
     "uneven": "the message holds a port",
     "unknown_id": "Mooncake crashes",
 }
+DIFFERENT_OF = {"lmcache": {"arrived": "Mooncake's transfer_check_status looks at the first row only, and is early"}}
 
 
 @functools.cache
@@ -70,7 +70,9 @@ def test_it_sees_what_it_sees_of_mooncake(caller: str) -> None:
 
     different = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)} - {"log"}
 
-    assert different <= DIFFERENT.keys(), {name: (ours.get(name), theirs.get(name)) for name in different}
+    assert different <= DIFFERENT.keys() | DIFFERENT_OF.get(caller, {}).keys(), {
+        name: (ours.get(name), theirs.get(name)) for name in different
+    }
 
 
 def test_sglang() -> None:
@@ -133,9 +135,7 @@ def test_vllm_connector() -> None:
     assert seen["awake"] == 0
 
 
-@pytest.mark.skipif(
-    bool(os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")), reason="RDMA works here"
-)
+@pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="this machine has an RDMA device")
 @pytest.mark.parametrize("caller", ["sglang", "vllm_ec", "vllm"])
 def test_rdma_without_a_device_fails_with_the_reason_in_the_log(caller: str) -> None:
     seen = run(caller)

@@ -7,7 +7,6 @@ ends or a port that goes down, and what not before the device has given up (wire
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import subprocess
@@ -242,12 +241,12 @@ def test_who_serves_lets_go_of_all_that_killed_clients_held() -> None:
             wait_until(lambda: not engine.service._sessions)
 
         serve_and_kill()
-        pid, before, objects = os.getpid(), count(), count_objects("qp", os.getpid())
+        before, objects = count(), count_objects("qp", HERE)
         for _ in range(ROUNDS // 2 + 1):
             serve_and_kill()
 
         wait_not_grown(None, before)
-        wait_until(lambda: count_objects("qp", pid) <= objects)
+        wait_until(lambda: count_objects("qp", HERE) <= objects)
 
 
 @pytest.mark.parametrize("opcode", OPCODES)

@@ -219,9 +219,9 @@ class Held:
     def __init__(self, hosts: Hosts) -> None:
         gc.collect()
         hosts.peer.run("import gc; gc.collect()")
-        self.pids = {"here": os.getpid(), "there": hosts.peer.pid}
-        self.objects = {(side, kind): count_objects(kind, pid) for side, pid in self.pids.items() for kind in KINDS}
-        self.counts = {side: Counts.of(pid) for side, pid in self.pids.items()}
+        sides = {"here": HERE, "there": THERE}
+        self.objects = {(side, kind): count_objects(kind, names) for side, names in sides.items() for kind in KINDS}
+        self.counts = {"here": Counts.of(os.getpid()), "there": Counts.of(hosts.peer.pid)}
 
     def grown_from(self, before: Held) -> str:
         """Say what is more than before; "" for nothing."""
@@ -236,10 +236,13 @@ class Held:
 KINDS = ("qp", "cq", "mr", "pd")
 
 
-def count_objects(kind: str, pid: int) -> int:
-    """Return how many objects of a kind a process has on all devices, by rdma-resource(8)."""
+def count_objects(kind: str, devices: tuple[str, ...]) -> int:
+    """Return how many objects of a kind programs have on these devices, by rdma-resource(8).
+
+    Not by process: the kernel notes the thread that made an object, and that may have ended.
+    """
     rows = json.loads(run("rdma", "-j", "resource", "show", kind) or "[]")
-    return sum(row.get("pid") == pid for row in rows)
+    return sum(row["ifname"] in devices and row.get("comm") != "ib_core" for row in rows)
 
 
 def wait_not_held_more(hosts: Hosts, before: Held, timeout_s: float = 30.0) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.compat import shim_path
-from tests.support.peer import ROOT
+from tests.support.peer import ROOT, wait_until
 
 PROGRAM = Path(__file__).with_name("mooncake_program.py")
 REPLY_TIMEOUT_S = 50.0
@@ -96,6 +96,8 @@ class Program:
     def stopped(self) -> Iterator[None]:
         """Keep it from running meanwhile."""
         self.process.send_signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         try:
             yield
         finally:

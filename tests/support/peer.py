@@ -146,6 +146,10 @@ class Peer:
         """Have it map memory at an address and register it."""
         return Remote(self, *self.call("register_at", address, nbytes))
 
+    def register_aliased(self, nbytes: int, count: int) -> Remote:
+        """Have it register a region of `count` times the same memory (`map_aliased`); content is one time's."""
+        return Remote(self, *self.call("register_aliased", nbytes, count))
+
     def run(self, source: str, **names: Any) -> Any:
         """Run statements over there, with `engine` and `names`; returns what they leave in `result`."""
         return self.call("run", source, names)
@@ -203,6 +207,25 @@ def map_fixed(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
+def map_aliased(nbytes: int, count: int) -> tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Map the same memory `count` times, one behind the other: as many addresses as a test likes, for little memory.
+
+    Returns the address of the first and an array of it; both stay mapped until the process ends.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    fd = os.memfd_create("kvxfer-tests")
+    os.truncate(fd, nbytes)
+    whole = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, mmap(2)
+    base = int(libc.mmap(None, nbytes * count, 0, whole, -1, 0))
+    for address in range(base, base + nbytes * count, nbytes):
+        flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+        assert libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) == address
+    os.close(fd)
+    return base, np.frombuffer((ctypes.c_uint8 * nbytes).from_address(base), np.uint8)
+
+
 class _Child:
     """The commands, over there."""
 
@@ -241,6 +264,10 @@ class _Child:
     def register_at(self, address: int, nbytes: int) -> tuple[int, int, int]:
         array = map_fixed(address, nbytes)
         return self._keep(self.engine.register((address, nbytes)), array)
+
+    def register_aliased(self, nbytes: int, count: int) -> tuple[int, int, int]:
+        address, array = map_aliased(nbytes, count)
+        return self._keep(self.engine.register((address, nbytes * count)), array)
 
     def _keep(self, region: Any, array: Any) -> tuple[int, int, int]:
         self._regions[region.region_id] = region

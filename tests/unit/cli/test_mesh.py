@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -55,15 +56,16 @@ class FakeServe:
 class Mesh:
     """Hosts with NICs, a serve on each, and a desk from which the mesh is asked for."""
 
-    def __init__(self, hosts: FakeHosts) -> None:
+    def __init__(self, hosts: FakeHosts, **settings: Any) -> None:
         self.hosts = hosts
         self.serves: list[FakeServe] = []
+        self._settings = settings
         hosts.add("desk")
-        self.desk = hosts.engine("desk", transports=("tcp",), connect_timeout_s=0.2)
+        self.desk = hosts.engine("desk", transports=("tcp",), connect_timeout_s=0.2, **settings)
 
     def add(self, name: str, *nics: FakeNic, **settings: Any) -> TransferEngine:
         self.hosts.add(name, *nics)
-        self.serves.append(FakeServe(self.hosts, name, **settings))
+        self.serves.append(FakeServe(self.hosts, name, **self._settings, **settings))
         return self.serves[-1].engine
 
     def run(self, *more: str, parallel: int = 2, timeout_s: float = TIMEOUT_S) -> list[MeshHost]:
@@ -180,6 +182,31 @@ def test_engine_that_is_no_serve_is_tried_by_the_others(mesh: Mesh) -> None:
     assert all(rail.nbytes == 0 for rail in rails_of(hosts))
     assert find_problems(hosts) == []
     assert "tried nothing" in draw_mesh(hosts, [], Style())
+
+
+def test_mesh_of_engines_with_a_key_proves_it_everywhere(tmp_path: Path) -> None:
+    with fake_hosts(tmp_path) as hosts:
+        mesh = Mesh(hosts, key=b"correct horse battery")
+        mesh.add("a", *two_rails(1))
+        mesh.add("b", *two_rails(2))
+
+        found = mesh.run()
+
+        assert [rail.status for rail in rails_of(found)] == ["ok"] * 8
+        for serve in mesh.serves:
+            serve.close()
+
+
+@pytest.mark.parametrize("pool_nbytes", [0, 4096, 100_000, 1 << 20, 1 << 30])
+@pytest.mark.parametrize(("count", "parallel"), [(1, 1), (2, 4), (6, 4), (32, 8)])
+def test_slots_of_all_hosts_lie_in_the_pool_and_never_meet(pool_nbytes: int, count: int, parallel: int) -> None:
+    slots = [slot for index in range(count) for slot in Share(index, count).cut(pool_nbytes, parallel) if slot]
+
+    ordered = sorted(slots, key=lambda slot: slot.start)
+    assert all(before.stop <= after.start for before, after in itertools.pairwise(ordered))
+    assert all(slot.stop <= pool_nbytes for slot in slots)
+    assert len(slots) in (0, count * parallel)
+    assert bool(slots) == (pool_nbytes >= count * parallel * 4096)
 
 
 def test_pool_that_may_not_be_written_is_no_pool(mesh: Mesh) -> None:

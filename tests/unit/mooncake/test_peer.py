@@ -81,6 +81,7 @@ def test_rows_arrive_where_they_belong(fake: FakeMooncake) -> None:
     assert {header.has_status for header in fake.headers} == {fake.descriptor.tcp_proto_version == 2}
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 3000) | st.sampled_from([1, 7, 8, 24, 65536]), min_size=1, max_size=40),

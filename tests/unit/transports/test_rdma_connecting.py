@@ -33,7 +33,6 @@ from tests.support.fake_verbs import (
 
 RTR, RTS = QueuePairState.RTR, QueuePairState.RTS
 A, B = "10.10.0.1", "10.10.0.2"
-REFUSES_RESET_FIRST = irdma
 
 
 @pytest.fixture
@@ -64,8 +63,6 @@ def changes(events: list[dict[str, Any]]) -> list[str]:
 REFUSALS = {
     "read depth above 4": ({"read_depth_max": 4}, "read_depth 16 -> 4"),
     "read depth above 1": ({"read_depth_max": 1}, "read_depth 16 -> 1"),
-    "read depth above what is left": ({"read_budget": 7}, "read_depth 16 -> 4"),
-    "read depth, as out of memory": ({"read_budget": 3, "read_budget_errno": errno.ENOMEM}, "read_depth 16 -> 1"),
     "hop limit below 255": ({"hop_limits": (255, 255)}, "hop_limit 64 -> 255"),
     "hop limit above 1": ({"hop_limits": (0, 1)}, "hop_limit 64 -> 1"),
 }
@@ -76,9 +73,7 @@ REFUSALS = {
 def test_what_a_device_refuses_is_lowered_with_a_warning(
     hosts: FakeHosts, side: str, limits: dict[str, Any], change: str
 ) -> None:
-    """VERBS facts: reads at once, hop limit."""
-    if side == "here" and "read_budget" in limits:
-        pytest.skip("only who answers reads pays from the budget")
+    """Reads at once, hop limit."""
     nics = [connectx(address=A), connectx(address=B)]
     for name, value in limits.items():
         setattr(nics[side == "there"], name, value)
@@ -88,6 +83,21 @@ def test_what_a_device_refuses_is_lowered_with_a_warning(
         pair.open()
 
     assert any(change in rung for rung in changes(events)), events
+    check_connected(pair)
+
+
+@pytest.mark.parametrize(("budget", "number", "depth"), [(7, errno.EINVAL, 4), (3, errno.ENOMEM, 1)])
+def test_a_read_depth_above_what_is_left_of_the_devices_budget_is_lowered(
+    hosts: FakeHosts, budget: int, number: int, depth: int
+) -> None:
+    """Who answers reads pays for them; the device does not say that it has so few."""
+    there = connectx(address=B, read_budget=budget, read_budget_errno=number)
+    pair = hosts.pair(connectx(address=A), there)
+
+    with capture_logs() as events:
+        pair.open()
+
+    assert f"read_depth 16 -> {depth}" in changes(events)[-1]
     check_connected(pair)
 
 

@@ -1,0 +1,106 @@
+"""How far one batch is: `Work`, and its `Lane` on each rail it is spread over.
+
+Plain state, guarded by the endpoint's lock. Read next: `rdma_spread.py`, which makes lanes, and `rdma_queue.py`, which
+posts them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvxfer.types import AddressColumn
+
+if TYPE_CHECKING:
+    from kvxfer.errors import KvxferError
+    from kvxfer.transports.base import Delivery, Transfer
+    from kvxfer.transports.rdma_rail import Rail
+    from kvxfer.verbs.work_request import Column
+
+__all__ = ["Lane", "Work"]
+
+
+class Work:
+    """How far one batch is: its lanes, what broke under it, and its notification."""
+
+    __slots__ = ("begun", "broken", "delivery", "error", "faults", "first_error", "lanes", "lost_at")
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.lanes: list[Lane] = []
+        self.broken: set[int] = set()
+        """Connections that broke with slices of it on them."""
+        self.faults = 0
+        self.first_error: KvxferError | None = None
+        self.error: KvxferError | None = None
+        self.lost_at = 0.0
+        """Since when it has no connection; 0.0 while it has."""
+        self.delivery: Delivery | None = None
+
+
+class Lane:
+    """What one transfer has on one rail: slices as columns, how many were posted, how many are done.
+
+    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all. rail: None, and no
+    keys, while no rail is to be had.
+    """
+
+    __slots__ = (
+        "begun",
+        "count",
+        "done",
+        "ended",
+        "ends",
+        "lkey",
+        "local",
+        "nbytes",
+        "posted",
+        "rail",
+        "remote",
+        "rkey",
+        "rows",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        rail: Rail | None,
+        local: AddressColumn,
+        remote: AddressColumn,
+        nbytes: AddressColumn,
+        lkey: Column,
+        rkey: Column,
+        rows: AddressColumn,
+    ) -> None:
+        self.transfer = transfer
+        self.rail = rail
+        self.local = local
+        self.remote = remote
+        self.nbytes = nbytes
+        self.lkey = lkey
+        self.rkey = rkey
+        self.rows = rows
+        self.count = len(local)
+        self.posted = 0
+        self.done = 0
+        self.ends = nbytes.cumsum()
+        self.begun = self.ended = 0.0  # monotonic seconds of the first post and the last completion
+
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes that are not known to be in place."""
+        return int(self.ends[-1]) - (int(self.ends[self.done - 1]) if self.done else 0)
+
+    def advance(self, count: int) -> None:
+        """The next `count` slices are in place."""
+        if count == 0:
+            return
+        before = int(self.ends[self.done - 1]) if self.done else 0
+        self.done += count
+        nbytes = int(self.ends[self.done - 1]) - before
+        self.transfer.nbytes_done += nbytes
+        if self.rail is not None:
+            self.rail.nic.nbytes_sent += nbytes
+        if self.done == self.count:
+            self.ended = time.monotonic()

@@ -1,0 +1,132 @@
+"""RDMA with a process that is no kvxfer, over fake NICs: both ends are ours, one of them passes for Mooncake's."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvxfer
+from kvxfer.addresses import HostPort, parse_host_port
+from kvxfer.compat.mooncake_arguments import Rows
+from kvxfer.compat.mooncake_memory import BufferPool
+from kvxfer.compat.mooncake_own import Own
+from kvxfer.compat.mooncake_target import MooncakeTarget
+from kvxfer.compat.mooncake_targets import Targets
+from kvxfer.mooncake.descriptor import SegmentDescriptor
+from kvxfer.mooncake_calls import ask_descriptor
+from kvxfer.types import Rights
+from tests.support.fake_engines import FakeHosts, fake_hosts
+from tests.support.fake_verbs import connectx
+
+NBYTES = 1 << 16
+
+
+class Directory:
+    """Asks the process, and hides the mark that tells a kvxfer."""
+
+    server = "P2PHANDSHAKE"
+
+    def __init__(self) -> None:
+        self.found: SegmentDescriptor | None = None
+
+    def find(self, name: str, *, deadline: float) -> SegmentDescriptor:
+        at = parse_host_port(name)
+        found = ask_descriptor(at.host, at.port, SegmentDescriptor("a"), deadline=deadline)
+        self.found = dataclasses.replace(found, kvxfer=None)
+        return self.found
+
+    def find_control(self, name: str, *, deadline: float) -> HostPort:
+        return parse_host_port(name)
+
+    def stale_hint(self, descriptor: SegmentDescriptor) -> str:
+        return ""
+
+    def publish(self, descriptor: SegmentDescriptor) -> None:
+        """Nothing is kept."""
+
+    def withdraw(self) -> None:
+        """Nothing was kept."""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
+    with fake_hosts(tmp_path) as hosts:
+        hosts.add("a", connectx("mlx5_0", "192.0.2.1"))
+        hosts.add("b", connectx("mlx5_0", "192.0.2.2"), connectx("mlx5_1", "192.0.2.3"))
+        yield hosts
+
+
+def test_rows_are_written_and_read_over_mooncakes_handshake(hosts: FakeHosts) -> None:
+    a, b = hosts.engine("a"), hosts.engine("b")
+    here, there = np.arange(NBYTES, dtype=np.uint64).view(np.uint8)[:NBYTES].copy(), np.zeros(NBYTES, np.uint8)
+    local, remote = a.register(here), b.register(there)
+    own, directory = Own(b, b.address, [0]), Directory()
+    targets = Targets(a, a.address, directory, BufferPool(a, Rights.NONE))
+    offsets = np.arange(NBYTES // 4096)[::-1].astype(np.int64) * 4096
+    rows = Rows.of_columns(local.address + offsets, remote.address + offsets, np.full(len(offsets), 4096))
+    try:
+        target = targets.find(b.address)
+        target.transfer(kvxfer.Opcode.WRITE, rows, ("n", "done"), 10.0)
+        assert (there == here).all()
+        there[:] = 7
+        target.submit(kvxfer.Opcode.READ, rows, None, 10.0).wait()
+        assert (here == 7).all()
+
+        assert isinstance(target, MooncakeTarget)
+        assert target.first_address() == remote.address
+        assert own.notifies() == [("n", "done")]
+        with pytest.raises(kvxfer.NotRegisteredError):
+            target.transfer(kvxfer.Opcode.WRITE, Rows.of_one(local.address, 17, 4), None, 10.0)
+    finally:
+        targets.close()
+        own.close()
+
+
+def test_descriptor_names_devices_and_a_key_for_each(hosts: FakeHosts) -> None:
+    b = hosts.engine("b")
+    own = Own(b, "b", [0])
+    try:
+        memory = np.zeros(NBYTES, np.uint8)
+        b.register(memory)
+
+        found = own.descriptor()
+
+        assert SegmentDescriptor.from_json(found.to_json()) == found
+        assert found is own.descriptor()
+        assert found.protocols == ("rdma",)
+        assert [device.name for device in found.devices] == ["mlx5_0", "mlx5_1"]
+        assert [len(buffer.rkeys) for buffer in found.buffers] == [2]
+        assert all(set(near + far) == {"mlx5_0", "mlx5_1"} for near, far in found.priority_matrix.values())
+        assert found.kvxfer is not None
+    finally:
+        own.close()
+
+
+def test_peer_with_tcp_alone_is_refused_where_tcp_is_not_wanted(hosts: FakeHosts) -> None:
+    a = hosts.engine("a")
+    with kvxfer.TransferEngine(transports=("tcp",)) as c:
+        own = Own(c, c.address, [0])
+        targets = Targets(a, a.address, Directory(), BufferPool(a, Rights.NONE))
+
+        with pytest.raises(kvxfer.TransportUnavailableError, match="is reached over tcp; wanted here: rdma"):
+            targets.find(c.address)
+
+        targets.close()
+        own.close()
+
+
+def test_name_of_nobody_is_told_at_once(hosts: FakeHosts) -> None:
+    a = hosts.engine("a")
+    targets = Targets(a, a.address, Directory(), BufferPool(a, Rights.NONE))
+    begun = time.monotonic()
+
+    with pytest.raises(kvxfer.PeerUnreachableError):
+        targets.find("127.0.0.1:1")
+
+    assert time.monotonic() - begun < 1.0
+    targets.close()
