@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import http.client
 import io
+import queue
 import socket
 import ssl
+import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from kvxfer.addresses import HostPort, format_host_port
 from kvxfer.control import resolve
-from kvxfer.errors import ConfigError, DirectoryAnswerError, DirectoryUnreachableError, PeerUnreachableError
+from kvxfer.errors import (
+    ConfigError,
+    DirectoryAnswerError,
+    DirectoryUnreachableError,
+    KvxferError,
+    PeerUnreachableError,
+)
 from kvxfer.text import clean
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["ANSWER_NBYTES_MAX", "HttpEndpoint", "HttpStore", "parse_url"]
+__all__ = ["ANSWER_NBYTES_MAX", "HttpEndpoint", "HttpStore", "parse_url", "resolve_by"]
 
 ANSWER_NBYTES_MAX = 32 << 20
 """Longest value: about 400,000 buffers. Mooncake's etcd client has the same bound."""
@@ -103,7 +111,7 @@ class HttpEndpoint:
 
     def _connect(self, deadline: float) -> socket.socket:
         error: OSError = TimeoutError()
-        for family, kind, protocol, _, address in resolve(self.at, passive=False):
+        for family, kind, protocol, _, address in resolve_by(self.at, deadline):
             connection = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
             try:
                 connection.settimeout(_remaining(deadline))
@@ -177,6 +185,27 @@ def parse_url(url: str) -> HttpEndpoint:
     is_tls = parts.scheme == "https"
     at = HostPort(host, port if port is not None else 443 if is_tls else 80)
     return HttpEndpoint(url, at, quote(parts.path or "/", safe="/%"), is_tls)
+
+
+def resolve_by(at: HostPort, deadline: float) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    """Return the addresses of a name, in a thread of its own: the resolver knows no deadline and takes half a minute
+    where no name server answers. Raises TimeoutError, PeerUnreachableError."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            found.put(resolve(at, passive=False))
+        except KvxferError as exc:
+            found.put(exc)
+
+    threading.Thread(target=work, name="kvxfer-resolve", daemon=True).start()
+    try:
+        answer = found.get(timeout=_remaining(deadline))
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, KvxferError):
+        raise answer
+    return answer  # type: ignore[no-any-return]
 
 
 def _refuse(url: str, reason: str) -> ConfigError:

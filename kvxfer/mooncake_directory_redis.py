@@ -12,8 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.addresses import HostPort, parse_host_port
-from kvxfer.errors import ConfigError, DirectoryAnswerError, DirectoryUnreachableError, UnsupportedError
-from kvxfer.mooncake_directory_http import ANSWER_NBYTES_MAX
+from kvxfer.errors import (
+    ConfigError,
+    DirectoryAnswerError,
+    DirectoryUnreachableError,
+    PeerUnreachableError,
+    UnsupportedError,
+)
+from kvxfer.mooncake_directory_http import ANSWER_NBYTES_MAX, resolve_by
 from kvxfer.text import clean
 
 __all__ = ["RedisStore"]
@@ -46,12 +52,39 @@ class RedisStore:
         self._call(deadline, ("DEL", key))
 
     def _call(self, deadline: float, *commands: tuple[Any, ...]) -> list[Any]:
-        """Return the answers to commands, all on one connection."""
+        """Return the answers to commands, all on one connection, by the first address of the host that answers."""
         redis = _import()
         begun = time.monotonic()
-        left = max(0.001, deadline - begun)
+        try:
+            hosts = [address[0] for *_, address in resolve_by(self._at, deadline)]
+            for host in hosts:
+                try:
+                    return self._call_at(host, deadline, commands)
+                except (redis.ConnectionError, OSError) as exc:
+                    if isinstance(exc, redis.AuthenticationError) or host == hosts[-1]:
+                        raise
+            raise AssertionError("the last host returns or raises")
+        except redis.AuthenticationError as exc:
+            raise self._refuse(str(exc), "Set MC_REDIS_PASSWORD, and MC_REDIS_USERNAME where it has users.") from exc
+        except (redis.ConnectionError, redis.TimeoutError, PeerUnreachableError, OSError, ValueError) as exc:
+            # ValueError: cut by the watchdog while it read
+            now = time.monotonic()
+            is_late = now >= deadline or isinstance(exc, (redis.TimeoutError, TimeoutError))
+            what = f"did not answer within {now - begun:.1f} s" if is_late else f"cannot be reached: {clean(str(exc))}"
+            raise DirectoryUnreachableError(
+                f"the metadata server {self.server} {what.removesuffix('.')}.",
+                remedy="It is overloaded or stopped." if is_late else "Check that it runs, and its host and port.",
+                server=self.server,
+            ) from exc
+        except redis.RedisError as exc:
+            remedy = "MC_REDIS_DB_INDEX may name a database that it does not have." if self._db else ""
+            raise self._refuse(str(exc), remedy or "Is this a redis server, and writable?") from exc
+
+    def _call_at(self, host: str, deadline: float, commands: tuple[tuple[Any, ...], ...]) -> list[Any]:
+        redis = _import()
+        left = max(0.001, deadline - time.monotonic())
         connection = redis.Connection(
-            host=self._at.host,
+            host=host,
             port=self._at.port,
             db=self._db,
             username=self._username if self._password else None,
@@ -72,25 +105,6 @@ class RedisStore:
                 connection.send_command(*command)
                 answers.append(connection.read_response())
             return answers
-        except redis.AuthenticationError as exc:
-            raise self._refuse(str(exc), "Set MC_REDIS_PASSWORD, and MC_REDIS_USERNAME where it has users.") from exc
-        except (
-            redis.ConnectionError,
-            redis.TimeoutError,
-            OSError,
-            ValueError,
-        ) as exc:  # ValueError: cut by the watchdog
-            passed = time.monotonic() - begun
-            is_late = passed >= left or isinstance(exc, redis.TimeoutError)
-            what = f"did not answer within {passed:.1f} s" if is_late else f"cannot be reached: {clean(str(exc))}"
-            raise DirectoryUnreachableError(
-                f"the metadata server {self.server} {what}.",
-                remedy="It is overloaded or stopped." if is_late else "Check that it runs, and its host and port.",
-                server=self.server,
-            ) from exc
-        except redis.RedisError as exc:
-            remedy = "MC_REDIS_DB_INDEX may name a database that it does not have." if self._db else ""
-            raise self._refuse(str(exc), remedy or "Is this a redis server, and writable?") from exc
         finally:
             watchdog.cancel()
             connection.disconnect()

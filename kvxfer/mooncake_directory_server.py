@@ -88,7 +88,7 @@ class ServerDirectory:
         self._log = get_logger(__name__)
 
     def publish(self, descriptor: SegmentDescriptor) -> None:
-        """Write the own entries. After a failure they are written as soon as the server is back.
+        """Write the own entries. After a failure they are written as soon as the server is back, but for the first.
 
         Raises DirectoryUnreachableError, DirectoryAnswerError; ConfigError where another live process has the name.
         """
@@ -103,7 +103,12 @@ class ServerDirectory:
                 self._is_claimed = True
                 atexit.register(self.withdraw)
             self._wanted, self._is_unwritten = descriptor, True
-            self._write_segment(deadline)
+            try:
+                self._write_segment(deadline)
+            except KvxferError:
+                if self._keeper is None:  # the first: nothing of it stays
+                    self._take_back()
+                raise
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="kvxfer-directory", daemon=True)
                 self._keeper.start()
@@ -114,20 +119,8 @@ class ServerDirectory:
             return  # the entries are the parent's
         self._stop.set()
         with self._lock:
-            if not self._is_claimed:
-                return
-            deadline = time.monotonic() + REQUEST_TIMEOUT_S
-            try:
-                control = self._store.get(self._control_key(self._name), deadline=deadline)
-                if control is not None and _same_json(control, self._control):  # else another process has the name
-                    self._store.delete(self._control_key(self._name), deadline=deadline)
-                    self._store.delete(self._segment_key(self._name), deadline=deadline)
-            except KvxferError as exc:
-                self._log.warning("directory.entry_left", server=self.server, name=self._name, error=exc.message)
-            finally:
-                # Last: a thread that does this while the process ends is waited for, by the call of atexit.
-                self._is_claimed = False
-                atexit.unregister(self.withdraw)
+            if self._is_claimed:
+                self._take_back()
 
     def find(self, name: str, *, deadline: float) -> SegmentDescriptor:
         """Ask the server for a segment's descriptor.
@@ -201,6 +194,20 @@ class ServerDirectory:
         assert self._wanted is not None
         self._store.put(self._segment_key(self._name), _encode(self._wanted.to_json()), deadline=deadline)
         self._is_unwritten = False
+
+    def _take_back(self) -> None:
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        try:
+            control = self._store.get(self._control_key(self._name), deadline=deadline)
+            if control is not None and _same_json(control, self._control):  # else another process has the name
+                self._store.delete(self._control_key(self._name), deadline=deadline)
+                self._store.delete(self._segment_key(self._name), deadline=deadline)
+        except KvxferError as exc:
+            self._log.warning("directory.entry_left", server=self.server, name=self._name, error=exc.message)
+        finally:
+            # Last: a thread that does this while the process ends is waited for, by the call of atexit.
+            self._is_claimed = False
+            atexit.unregister(self.withdraw)
 
     def _claim_name(self, descriptor: SegmentDescriptor, deadline: float) -> None:
         """Write where this process takes control messages, over the entry of one that crashed, if there is one.

@@ -42,13 +42,13 @@ VARIABLES: dict[str, str] = {
     "MC_REDIS_USERNAME": "user at a redis server",
     "MC_REDIS_PASSWORD": "password at a redis server",
     "MC_REDIS_DB_INDEX": "database of a redis server",
-    "MC_NUM_QP_PER_EP": "connections to each NIC of a real Mooncake over RDMA: both sides need the same number",
-    "MC_TCP_LANES_PER_PEER": "connections to a real Mooncake over tcp",
-    "MC_TCP_PROTO": "1: the old tcp protocol towards a real Mooncake",
+    "MC_TCP_LANES_PER_PEER": "data connections to one peer over tcp: tcp_streams_max",
 }
 """What is honoured, and as what. The settings of kvxfer's own that are named here win where both are set."""
 
 IGNORED: dict[str, str] = {
+    "MC_NUM_QP_PER_EP": "2 for each two NICs of kvxfer and a real Mooncake, which must have 2 as well",
+    "MC_TCP_PROTO": "the version is what the peer's descriptor says",
     "MC_NUM_CQ_PER_CTX": "queues are sized by what is in flight",
     "MC_NUM_COMP_CHANNELS_PER_CTX": "whoever waits for a batch looks for its completions",
     "MC_MAX_CQE_PER_CTX": "queues are sized by what is in flight",

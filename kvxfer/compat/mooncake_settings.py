@@ -26,6 +26,7 @@ P2P = "P2PHANDSHAKE"
 ALLOW_FALLBACK = "KVXFER_ALLOW_FALLBACK"
 PORT_RANGE = (15000, 17000)  # Mooncake's
 PORT_TRIES = 500  # Mooncake's
+LANES = 4  # Mooncake's
 HANDSHAKE_PORT = 12001  # Mooncake's
 TIMEOUT_S, TIMEOUT_S_MIN = 30.0, 5.0  # Mooncake's
 CONNECT_TIMEOUT_S = 5.0  # Mooncake's
@@ -97,6 +98,8 @@ def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
         ),
         **(_rdma_settings(wish.device_name, environment) if wants_rdma else {}),
     }
+    if "MC_TCP_LANES_PER_PEER" in environment:
+        settings["tcp_streams_max"] = read_number(environment, ("MC_TCP_LANES_PER_PEER",), LANES, 1, 256)
     if wants_rdma and is_on(environment, ALLOW_FALLBACK):
         settings["transports"] += ("tcp",)
     advertised = wish.host if wish.is_p2p else environment.get("MC_TCP_BIND_ADDRESS", wish.host)

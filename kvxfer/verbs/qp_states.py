@@ -153,7 +153,7 @@ def missing_attributes(old: QueuePairState, new: QueuePairState, given: Collecti
 
 def way(old: QueuePairState, new: QueuePairState) -> str:
     """Return the states to go through, such as "INIT -> RTR -> RTS"; empty where no way leads."""
-    paths = [(old,)]
+    paths: list[tuple[QueuePairState, ...]] = [(old,)]
     seen = {old}
     for path in paths:  # grows while it is walked: breadth first
         for start, end in TRANSITIONS:

@@ -23,7 +23,7 @@ STARTS = QueuePairAttributes(path_mtu=4096, read_depth=16, send_depth=256)
 SETTING = re.compile(r"`(rdma_[a-z_]+|gid_[a-z]+|pkey_index|path_mtu_nbytes_max)`")
 VARIABLE = re.compile(r"KVXFER_[A-Z_]+")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-OTHER_VARIABLES = {"KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK", "KVXFER_UML_KERNEL"}
+OTHER_VARIABLES = {"KVXFER_ALLOW_FALLBACK", "KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK", "KVXFER_UML_KERNEL"}
 NO_SETTINGS = {"rdma_rxe", "rdma_cm"}
 
 

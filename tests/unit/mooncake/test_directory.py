@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -127,6 +128,27 @@ def test_a_forked_child_leaves_the_entries_of_its_parent(values: Values, opened:
 
     assert len(values) == 2
     directory._pid = os.getpid()
+
+
+def test_a_first_publish_that_fails_half_way_leaves_nothing(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_http(values) as server:
+        directory = open_(server)
+        put = directory._store.put  # type: ignore[attr-defined]
+
+        def refuse(key: str, value: bytes, *, deadline: float) -> None:
+            if "/ram/" in key:
+                raise errors.DirectoryAnswerError("no room.", server=server)
+            put(key, value, deadline=deadline)
+
+        monkeypatch.setattr(directory._store, "put", refuse)  # type: ignore[attr-defined]
+        with pytest.raises(errors.DirectoryAnswerError, match="no room"):
+            directory.publish(OWN)
+
+        assert values == {}
+        monkeypatch.undo()
+        directory.publish(OWN)
+        assert len(values) == 2
+        directory.withdraw()
 
 
 # Entries of others.
@@ -270,9 +292,27 @@ def test_a_slow_server_is_given_up_at_the_deadline(scheme: str, byte_by_byte_s: 
         assert time.monotonic() - begun < 0.5
 
 
-def test_a_host_name_that_does_not_resolve_is_told() -> None:
+@pytest.mark.parametrize("scheme", ["http", "redis", "etcd"])
+def test_a_host_name_that_does_not_resolve_is_told(scheme: str) -> None:
+    if scheme == "redis":
+        pytest.importorskip("redis")
     with pytest.raises(errors.DirectoryUnreachableError, match="does not resolve"):
-        open_("http://no-such-host.invalid:80/metadata").find("x", deadline=soon())
+        open_(f"{scheme}://no-such-host.invalid:80").find("x", deadline=soon())
+
+
+@pytest.mark.parametrize("scheme", ["http", "redis", "etcd"])
+def test_a_name_server_that_is_silent_is_given_up_at_the_deadline(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if scheme == "redis":
+        pytest.importorskip("redis")
+    released = threading.Event()
+    monkeypatch.setattr("kvxfer.mooncake_directory_http.resolve", lambda at, passive: released.wait() and [])
+    begun = time.monotonic()
+
+    with pytest.raises(errors.DirectoryUnreachableError, match=r"did not answer within 0\.\d s"):
+        open_(f"{scheme}://somewhere.example:80").find("x", deadline=soon(0.1))
+
+    assert time.monotonic() - begun < 0.5
+    released.set()
 
 
 def test_etcd_members_that_are_down_are_passed_over(values: Values) -> None:
