@@ -1,9 +1,13 @@
 """How fast is kvxfer over RDMA beside perftest (and Mooncake), on the same two devices, in one interleaved run?
 
-    python3 bench/rdma.py --here rxa0 --there rxb0          # both on this host: the soft-RoCE lab, or two ports of a NIC
+    python3 bench/rdma.py --here rxa0 --there rxb0         # both on this host: the soft-RoCE lab, or two ports of a NIC
+    python3 bench/rdma.py --mooncake --second rxa1,rxb1    # Mooncake as well, and two rails beside one
 
 Two kvxfer rows: `raw` is a loop of post and poll on a queue pair of kvxfer's verbs layer, what `ib_write_bw` is in C;
-`engine` is a batch through TransferEngine, every byte checked. perftest comes from Debian's package of that name;
+`engine` is a batch through TransferEngine, every byte checked, with the CPU time that both processes took for it (what
+the kernel does by itself is no process's), and the first transfer to a process that was just started. With `--second` a
+large batch goes over two rails and over one, each wire held to `--rate` by tc, so that it is the limit and not the CPU;
+that needs root, and netdevs that may be shaped. perftest comes from Debian's package of that name;
 Mooncake from `make peers`, and is left out where it is not installed. Each round runs every contender once, in turn;
 the figure is the median of the rounds' ratios. One JSON line for each question at the end.
 """
@@ -11,14 +15,16 @@ the figure is the median of the rounds' ratios. One JSON line for each question 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
@@ -33,8 +39,9 @@ from kvxfer.verbs.enums import Access, Mtu, WorkOpcode
 from kvxfer.verbs.gid_choice import rank_gid_pairs
 from kvxfer.verbs.queue_pair import QueuePairCapabilities
 from kvxfer.verbs.work_request import WorkRequestBatch
-from processes import machine_words
+from processes import cpu_time_s, machine_words
 
+RIVALS = ("perftest", "mooncake", "one-rail")
 DEPTH = 128
 SIZES = (4 << 10, 64 << 10, 1 << 20)
 PERFTEST_PORT = 18515
@@ -42,6 +49,8 @@ POOL_NBYTES = 256 << 20
 MOONCAKE_ROWS_MAX = 1024
 ASKED_RAW = {4 << 10: 0.8, 64 << 10: 0.95, 1 << 20: 0.95}
 ASKED_BATCH = {"64KiBx1024": 0.9, "4KiBx16384": 0.75}
+ASKED_TWO_RAILS = 1.6
+FIRST_NBYTES = 64 << 10
 SIGNAL_EVERY = 32
 
 
@@ -54,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             value = measure()
             if value is not None:
                 found.setdefault(name, []).append(value)
-            print(f"{name:<34} {value if value is not None else float('nan'):10.1f}", flush=True)
+            print(f"{name:<38} {value if value is not None else float('nan'):10.1f}", flush=True)
     return report(found, arguments)
 
 
@@ -62,25 +71,25 @@ def report(found: dict[str, list[float]], arguments: argparse.Namespace) -> int:
     """Print one JSON line for each figure that has a baseline."""
     missed = 0
     for name, values in found.items():
-        unit = "us" if "latency" in name else "MiB/s"
+        unit = "us" if "latency" in name else "CPU s/GiB" if "CPU" in name else "MiB/s"
         who, _, what = name.partition(" ")
-        if who in ("perftest", "mooncake"):
+        if who in RIVALS:
             continue
-        for rival in ("perftest", "mooncake"):
+        for rival in RIVALS:
             baseline = find_baseline(found, rival, what)
             if baseline is None:
                 continue
             pairs = list(zip(values, baseline, strict=False))
             ratio = statistics.median(mine / theirs for mine, theirs in pairs if theirs)
             asked = asked_for(who, what, rival)
-            met = asked is None or (ratio <= asked if "latency" in what else ratio >= asked)
+            met = asked is None or (ratio <= asked if unit != "MiB/s" else ratio >= asked)
             missed += not met
             row = {
                 "bench": "rdma",
                 "question": f"{who} {what} beside {rival}",
-                "value": round(statistics.median(values), 1),
+                "value": round(statistics.median(values), 3),
                 "unit": unit,
-                "baseline": round(statistics.median(baseline), 1),
+                "baseline": round(statistics.median(baseline), 3),
                 "ratio": round(ratio, 3),
                 "asked": asked,
                 "met": met,
@@ -102,8 +111,12 @@ def find_baseline(found: dict[str, list[float]], rival: str, what: str) -> list[
 
 def asked_for(who: str, what: str, rival: str) -> float | None:
     """Return the ratio that kvxfer sets itself."""
+    if rival == "one-rail":
+        return ASKED_TWO_RAILS
+    if "CPU" in what:
+        return None
     if "latency" in what:
-        return 1.3 if who == "raw" else None
+        return 1.3 if who == "raw" else 1.0
     if rival == "mooncake":
         return 1.0
     size = what.split()[1]
@@ -139,14 +152,26 @@ def make_contenders(arguments: argparse.Namespace) -> dict[str, Callable[[], flo
         for operation in ("write", "read"):
             label = f"{operation} {to_text(size)}x{count}"
             contenders[f"engine {label}"] = lambda s=size, n=count, o=operation: engine.batch(o, s, n)  # type: ignore[misc]
+            contenders[f"engine {label} CPU"] = lambda: engine.cpu_s_per_gib
     contenders["perftest read latency"] = lambda: perftest("ib_read_lat", arguments, index, 8, 1000)
     contenders["raw read latency"] = lambda: raw.read_latency(8, 1000)
+    contenders["engine first transfer latency"] = lambda: engine.first_transfer(arguments.there)
     if arguments.mooncake:
         mooncake = MooncakePair(arguments)
         for size, count in ((1 << 20, 128), (64 << 10, 1024), (4 << 10, 16384)):
             for operation in ("write", "read"):
                 label = f"{operation} {to_text(size)}x{count}"
                 contenders[f"mooncake {label}"] = lambda s=size, n=count, o=operation: mooncake.batch(o, s, n)  # type: ignore[misc]
+                contenders[f"mooncake {label} CPU"] = lambda: mooncake.cpu_s_per_gib
+        contenders["mooncake first transfer latency"] = mooncake.first_transfer
+    if arguments.second:
+        second = arguments.second.split(",")
+        both = EnginePair(f"{arguments.here},{second[0]}", f"{arguments.there},{second[1]}")
+        shaped = [arguments.here, arguments.there, *second]
+        for operation in ("write", "read"):
+            label = f"{operation} 1MiBx64, each wire {arguments.rate}"
+            for who, pair in (("one-rail", engine), ("two-rails", both)):
+                contenders[f"{who} {label}"] = lambda p=pair, o=operation: shaped_batch(p, o, shaped, arguments.rate)  # type: ignore[misc]
     return contenders
 
 
@@ -162,7 +187,11 @@ def perftest(program: str, arguments: argparse.Namespace, gid_index: int, size: 
     try:
         wait_for_listener(PERFTEST_PORT)
         done = subprocess.run(
-            [program, "-d", arguments.here, *options, "127.0.0.1"], capture_output=True, text=True, timeout=120
+            [program, "-d", arguments.here, *options, "127.0.0.1"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         server.wait(20)
     finally:
@@ -285,12 +314,11 @@ class EnginePair:
         self.engine = kvxfer.TransferEngine(transports=("rdma",), rdma_devices=here)
         self.pool = np.zeros(POOL_NBYTES, np.uint8)
         self.region = self.engine.register(self.pool)
-        with Listener(("127.0.0.1", 0)) as listener:
-            self.child = subprocess.Popen([sys.executable, __file__, "--serve", there, str(listener.address[1])])
-            self.connection = listener.accept()
+        self.child, self.connection = start_server(there)
         address, self.remote, self.nbytes = self.connection.recv()
         self.segment = self.engine.open_segment(address)
         self.cpu_s_per_gib = 0.0
+        """What both processes took for the last batch."""
 
     def batch(self, operation: str, size: int, count: int) -> float:
         """Return MiB/s of one batch of scattered blocks; raises where a byte is wrong."""
@@ -303,26 +331,73 @@ class EnginePair:
         for offset in mine:
             self.pool[offset : offset + size] = data if operation == "write" else 0
         move = self.engine.write if operation == "write" else self.engine.read
-        started = time.perf_counter()
+        pids = (os.getpid(), self.child.pid)
+        cpu_before, started = cpu_time_s(*pids), time.perf_counter()
         move(self.segment, self.region.address + mine, self.remote + theirs, size)
         took = time.perf_counter() - started
+        self.cpu_s_per_gib = (cpu_time_s(*pids) - cpu_before) * (1 << 30) / (count * size)
         if operation == "write":
             assert self.ask("check", theirs, size, data.tobytes())
         else:
             assert all((self.pool[offset : offset + size] == 7).all() for offset in mine)
         return count * size / took / (1 << 20)
 
+    def first_transfer(self, there: str) -> float:
+        """Return how long it takes to open a process that was just started and to write to it, in us."""
+        child, connection = start_server(there)
+        try:
+            address, remote, _ = connection.recv()
+            started = time.perf_counter()
+            segment = self.engine.open_segment(address)
+            self.engine.write(segment, self.region.address, remote, FIRST_NBYTES)
+            took = time.perf_counter() - started
+            segment.close()
+        finally:
+            connection.close()
+            child.wait(30)
+        return took * 1e6
+
     def ask(self, *command: Any) -> Any:
         self.connection.send(command)
         return self.connection.recv()
+
+
+def start_server(device: str) -> tuple[subprocess.Popen[bytes], Any]:
+    """Start the other process; returns it and the connection on which it tells its memory and takes commands."""
+    with Listener(("127.0.0.1", 0)) as listener:
+        child = subprocess.Popen([sys.executable, __file__, "--serve", device, str(listener.address[1])])
+        return child, listener.accept()
+
+
+def shaped_batch(pair: EnginePair, operation: str, devices: list[str], rate: str) -> float:
+    """Return MiB/s of a large batch while what leaves these devices is held to a rate."""
+    with shaped(devices, rate):
+        return pair.batch(operation, 1 << 20, 64)
+
+
+@contextlib.contextmanager
+def shaped(devices: list[str], rate: str) -> Iterator[None]:
+    """Have tc hold what leaves the netdevs of these devices to a rate."""
+    netdevs = [Path(f"/sys/class/infiniband/{name}/ports/1/gid_attrs/ndevs/0").read_text().strip() for name in devices]
+    try:
+        for netdev in netdevs:
+            subprocess.run(
+                ["tc", "qdisc", "add", "dev", netdev, "root", "netem", "limit", "20000", "rate", rate], check=True
+            )
+        yield
+    finally:
+        for netdev in netdevs:
+            subprocess.run(["tc", "qdisc", "del", "dev", netdev, "root"], check=False)
 
 
 class MooncakePair:
     """Two real Mooncake engines, each in a process of its own (bench/contenders/mooncake_rdma.py)."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        self._there = (arguments.there, arguments.there_address)
         self.source, _ = self._start(arguments.here, arguments.here_address)
-        self.target, self.told = self._start(arguments.there, arguments.there_address)
+        self.target, self.told = self._start(*self._there)
+        self.cpu_s_per_gib = 0.0
 
     @staticmethod
     def _start(device: str, address: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
@@ -346,9 +421,22 @@ class MooncakePair:
         _ask(self.source, "fill", mine, size, value if is_write else 0)
         _ask(self.target, "fill", theirs, size, 0 if is_write else value)
         remote = [self.told["address"] + offset for offset in theirs]
+        pids = (self.source.pid, self.target.pid)
+        cpu_before = cpu_time_s(*pids)
         moved = _ask(self.source, "move", operation, self.told["target"], mine, remote, size)
+        self.cpu_s_per_gib = (cpu_time_s(*pids) - cpu_before) * (1 << 30) / (count * size)
         checked = _ask(*((self.target, "check", theirs) if is_write else (self.source, "check", mine)), size, value)
         return count * size / moved["seconds"] / (1 << 20) if moved["ok"] and checked["ok"] else None
+
+    def first_transfer(self) -> float | None:
+        """Return how long the first write to a process that was just started takes, in us."""
+        target, told = self._start(*self._there)
+        try:
+            moved = _ask(self.source, "move", "write", told["target"], [0], [told["address"]], FIRST_NBYTES)
+        finally:
+            target.kill()
+            target.wait()
+        return moved["seconds"] * 1e6 if moved["ok"] else None
 
 
 def _ask(process: subprocess.Popen[str], *command: Any) -> dict[str, Any]:
@@ -397,6 +485,8 @@ def main() -> int:
     parser.add_argument("--there-address", default="10.10.0.2", help="for Mooncake: an address of the other side")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="bytes of one measurement (default: 64 MiB)")
+    parser.add_argument("--second", help="devices of a second rail, as rxa1,rxb1: two rails beside one")
+    parser.add_argument("--rate", default="800mbit", help="what tc holds each wire to then (default: 800mbit)")
     parser.add_argument("--mooncake", action="store_true", help="compare with Mooncake as well (make peers)")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -36,6 +36,7 @@ EVENTS: dict[str, str] = {
     "mooncake.call_broke": "a call of Mooncake's API failed by what is no kvxfer error: a bug in kvxfer",
     "mooncake.call_failed": "a call of Mooncake's API returned a failure; this is what is behind its code",
     "mooncake.devices_absent": "device_name names RDMA devices that are not here; the others are used",
+    "mooncake.publish_failed": "a metadata server was not told of a change; it is when it answers again",
     "mooncake.rdma_unusable": "RDMA was asked for and cannot be had; KVXFER_ALLOW_FALLBACK lets tcp take its place",
     "mooncake.variables_ignored": "environment variables of Mooncake's are set that mean nothing here, and why",
     "mooncake.message_refused": "a Mooncake process sent a control message that cannot be, or that is refused",

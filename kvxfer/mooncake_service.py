@@ -7,6 +7,7 @@ Their control messages come in on the engine's own port, beside kvxfer's; rows c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import os
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.acceptor import Acceptor
 from kvxfer.addresses import parse_host_port
-from kvxfer.errors import ConfigError, KvxferError, PeerRefusedError, RemoteProtocolError
+from kvxfer.errors import ConfigError, KvxferError, PeerRefusedError, RemoteProtocolError, UsageError
 from kvxfer.log import get_logger
 from kvxfer.mooncake.descriptor import BufferDescriptor, KvxferMark, SegmentDescriptor
 from kvxfer.mooncake.frames import (
@@ -59,7 +60,7 @@ class MooncakeService:
     first of them that is free becomes the tcp data port. connect: takes part in rdma handshakes; without it they are
     refused with a reason.
 
-    Raises ConfigError where no data port can be bound.
+    Raises ConfigError where no data port can be bound, UsageError where the engine has such a service already.
     """
 
     head_nbytes = LENGTH_NBYTES
@@ -72,11 +73,18 @@ class MooncakeService:
         data_ports: Iterable[int] = (0,),
         connect: Connect | None = None,
     ) -> None:
+        if engine.service.dialect is not None:
+            raise UsageError(
+                f"the engine at {engine.address} answers Mooncake processes already.",
+                remedy="Close its other MooncakeService first.",
+            )
         self._engine = engine
         self._config = engine.config
         self._describe = describe or (lambda: self.descriptor(engine.address))
         self._connect = connect
-        self._data = DataService(engine.config, engine.service)
+        # No spinning: an initiator of Mooncake's keeps a core busy while it waits, and on few cores a second one that
+        # spins takes the time of the threads that move the bytes (bench/mooncake_wire.py: half of the rate at 16 KiB).
+        self._data = DataService(dataclasses.replace(engine.config, spin_s=0.0), engine.service)
         self._exchanges: set[_Exchange] = set()
         self._closed = False
         self._built: tuple[str, tuple[Region, ...], SegmentDescriptor] | None = None

@@ -347,7 +347,7 @@ class Segment:
             used = self.wanted.index(opened[0].transport)
             return opened[0].transport, {name: why for name, why in reasons.items() if self.wanted.index(name) < used}
         ours = ", ".join(self.wanted)
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()).rstrip(".")
         raise TransportUnavailableError(
             f"no transport to {self.address} works. Wanted here: {ours}; "
             f"offered there: {', '.join(offers) or 'none'}. {told}.",

@@ -83,8 +83,9 @@ def last_error() -> BaseException | None:
 def report(call: str, error: Exception) -> Code:
     """Keep the error for `last_error`, put its message into the log, once, and return its code."""
     code = code_of(error)
-    _of_thread.error = error.with_traceback(None) if isinstance(error, errors.KvxferError) else error
+    _of_thread.error = error
     if isinstance(error, errors.KvxferError):
+        _forget_frames(error)
         log.warning("mooncake.call_failed", call=call, code=int(code), kind=type(error).__name__, error=str(error))
     else:
         log.error("mooncake.call_broke", call=call, code=int(code), error=repr(error), trace=traceback.format_exc())
@@ -101,3 +102,11 @@ def answer(call: str, failed: Answer | None, work: Callable[..., Answer], *argum
     except Exception as error:
         code: Any = int(report(call, error))
         return code if failed is None else failed
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that is kept: their frames would hold the columns of the batch."""
+    seen: BaseException | None = error
+    while seen is not None and seen.__traceback__ is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__

@@ -7,6 +7,7 @@ turns into a code. Read next: `mooncake_running.py`, what does the work; docs/mo
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ class TransferEngine:
 
     def __init__(self) -> None:
         self._running: Running | None = None
+        self._finalizer: weakref.finalize[[Running], TransferEngine]
 
     # Life.
 
@@ -72,11 +74,13 @@ class TransferEngine:
         )
 
         def start() -> int:
-            running = Running(wish, os.environ)
-            close_with(self, running)
-            before, self._running = self._running, running
-            if before is not None:
+            before, self._running = self._running, None
+            if before is not None:  # first, as Mooncake does it: the new one may want its name or its port
                 before.close()
+                self._finalizer.detach()
+            running = Running(wish, os.environ)
+            self._finalizer = close_with(self, running)
+            self._running = running
             return Code.OK
 
         return int(answer(call, None, start))

@@ -6,6 +6,7 @@ thread. Read next: `mooncake_targets.py`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from kvxfer import (
     AccessDeniedError,
@@ -22,8 +24,6 @@ from kvxfer import (
     KvxferError,
     NotRegisteredError,
     Opcode,
-    Region,
-    RegionOverlapError,
     Rights,
     UsageError,
 )
@@ -33,16 +33,25 @@ from kvxfer.compat.mooncake_codes import Code
 from kvxfer.compat.mooncake_environment import warn_of_ignored
 from kvxfer.compat.mooncake_memory import BufferPool
 from kvxfer.compat.mooncake_own import Own
+from kvxfer.compat.mooncake_regions import Registrations
 from kvxfer.compat.mooncake_settings import Wish, listen_ports, open_engine, transfer_timeout_s
 from kvxfer.compat.mooncake_target import Notify
 from kvxfer.compat.mooncake_targets import Targets
 from kvxfer.compat.mooncake_tickets import BatchTicket, DoneTicket, Ticket
+from kvxfer.errors import DirectoryError
+from kvxfer.log import get_logger
 from kvxfer.mooncake_directory import open_directory
 from kvxfer.mooncake_peer import send_notify, send_probe
 
 __all__ = ["Running", "close_with"]
 
+Owner = TypeVar("Owner")
+
 PROBE_TIMEOUT_S = 2.0
+log = get_logger(__name__)
+
+_all: weakref.WeakSet[Running] = weakref.WeakSet()
+"""What is initialised in this process: closed at its end."""
 ADDED_S_PER_BYTE = 1e-9  # Mooncake's
 
 _numbers = itertools.count(1)  # for the batches of all engines: no number is used twice in a process
@@ -55,18 +64,16 @@ class Running:
         warn_of_ignored(environment)
         self._timeout_s = transfer_timeout_s(environment)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._regions: dict[int, Region] = {}
-        self._taken: set[int] = set()
         self._tickets: dict[int, Ticket] = {}
-        self.engine = open_engine(wish, environment)
-        try:
+        with contextlib.ExitStack() as undo:
+            self.engine = open_engine(wish, environment)
+            undo.callback(self.engine.close)
             listening = parse_host_port(self.engine.address)
             self.port = listening.port
-            host = wish.host or listening.host
+            host = wish.host if wish.is_p2p and wish.host else listening.host
             self.name = format_host_port(host, self.port) if wish.is_p2p else wish.local_hostname
-            self.managed = BufferPool(self.engine, Rights.ALL)
             self._own = Own(self.engine, self.name, [*listen_ports(environment), 0])
+            undo.callback(self._own.close)
             self._directory = open_directory(
                 wish.metadata_server,
                 own_name=self.name,
@@ -74,20 +81,19 @@ class Running:
                 own_port=self.port,
                 environment=environment,
             )
+            self.managed = BufferPool(self.engine, Rights.ALL)
+            self._registrations = Registrations(self.engine)
             self._targets = Targets(self.engine, self.name, self._directory, BufferPool(self.engine, Rights.NONE))
+            undo.callback(self._targets.close)
+            undo.callback(self._directory.withdraw)
             self._directory.publish(self._own.descriptor())
-        except BaseException:
-            self.engine.close()
-            raise
+            self._parts = undo.pop_all()
+        _all.add(self)
 
     def close(self) -> None:
         """End it: peers see it go, batches in flight fail. Bounded; tolerated twice."""
-        if self._pid != os.getpid():
-            return
-        self._directory.withdraw()
-        self._targets.close()
-        self._own.close()
-        self.engine.close()
+        if self._pid == os.getpid():
+            self._parts.close()
 
     def check_owner(self) -> None:
         """Raise ForkedError in a child of the process that initialised it, before any lock is touched: a thread of the
@@ -103,66 +109,24 @@ class Running:
     # Memory.
 
     def register(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register ranges (address, nbytes), all or none. A range that is registered already is an overlap: where the
-        native engine counts, Mooncake refuses."""
-        added: list[int] = []
-        made: list[Region] = []
-        try:
-            with self._lock:
-                for address, nbytes in ranges:
-                    if address in self._taken and nbytes:
-                        raise RegionOverlapError(
-                            f"[{address:#x}, {address + nbytes:#x}) overlaps memory that is registered from there on.",
-                            remedy="Register memory once, and unregister it before it is registered anew.",
-                            address=address,
-                            nbytes=nbytes,
-                        )
-                    self._taken.add(address)
-                    added.append(address)
-            for one in ranges:
-                made.append(self.engine.register(one))
-        except BaseException:
-            for region in made:
-                with contextlib.suppress(KvxferError):
-                    self.engine.unregister(region)
-            with self._lock:
-                self._taken.difference_update(added)
-            raise
-        with self._lock:
-            self._regions.update((region.address, region) for region in made)
-        if made:
-            self._directory.publish(self._own.descriptor())
+        """Register ranges (address, nbytes), all or none."""
+        self._registrations.add(ranges)
+        self._publish()
 
     def unregister(self, addresses: Sequence[int]) -> None:
         """Take ranges back by the addresses where they begin; as many as can be, then raises the first error."""
-        first: KvxferError | None = None
-        for address in addresses:
-            try:
-                self._unregister(address)
-            except KvxferError as error:
-                first = first or error
-        if addresses:
-            self._directory.publish(self._own.descriptor())
-        if first is not None:
-            raise first
-
-    def _unregister(self, address: int) -> None:
-        with self._lock:
-            region = self._regions.pop(address, None)
-        if region is None:
-            raise NotRegisteredError(
-                f"no registered range begins at {address:#x}.",
-                remedy="Pass the address that was registered, once.",
-                address=address,
-            )
         try:
-            self.engine.unregister(region)
-        except BaseException:
-            with self._lock:
-                self._regions[address] = region  # it is registered still, or must be asked for again
-            raise
-        with self._lock:
-            self._taken.discard(address)
+            self._registrations.remove(addresses)
+        finally:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Tell the metadata server, if there is one. One that does not answer hinders nobody here: what it has missed
+        is written when it is back, and kvxfer peers ask this process itself."""
+        try:
+            self._directory.publish(self._own.descriptor())
+        except DirectoryError as error:
+            log.warning("mooncake.publish_failed", server=self._directory.server, error=error.message)
 
     # Transfers.
 
@@ -208,17 +172,18 @@ class Running:
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Move batches to their ends, all at once, and free their numbers; then raises the first failure."""
-        found = [(number, self._tickets.pop(number, None)) for number in dict.fromkeys(numbers)]
+        found = {number: self._tickets.get(number) for number in numbers}
         first: Exception | None = None
         with contextlib.suppress(KvxferError):  # told below, by the ticket
-            self.engine.wait_all([ticket.batch for _, ticket in found if isinstance(ticket, BatchTicket)])
-        for number, ticket in found:
+            self.engine.wait_all([ticket.batch for ticket in found.values() if isinstance(ticket, BatchTicket)])
+        for number, ticket in found.items():
             try:
                 if ticket is None:
                     raise _no_batch(number)
                 ticket.wait()
             except Exception as error:
                 first = first or error
+            self._tickets.pop(number, None)
         if first is not None:
             raise first
 
@@ -271,16 +236,36 @@ _closer: threading.Thread | None = None
 _closer_lock = threading.Lock()
 
 
+def close_with(owner: Owner, running: Running) -> weakref.finalize[[Running], Owner]:
+    """Close it some time after `owner` is gone, unless the handle is detached; returns the handle."""
+    global _closer
+    handle = weakref.finalize(owner, _dropped.put, running)
+    handle.atexit = False  # `_close_all` does it then
+    with _closer_lock:
+        if _closer is None:
+            _closer = threading.Thread(target=_close_dropped, daemon=True, name="kvxfer-closer")
+            _closer.start()
+    return handle
+
+
 def _close_dropped() -> None:
     while True:
         _dropped.get().close()
 
 
-def close_with(owner: object, running: Running) -> None:
-    """Close it some time after `owner` is gone; at the end of the process the native engine ends by itself."""
-    global _closer
-    weakref.finalize(owner, _dropped.put, running).atexit = False
-    with _closer_lock:
-        if _closer is None or not _closer.is_alive():
-            _closer = threading.Thread(target=_close_dropped, daemon=True, name="kvxfer-closer")
-            _closer.start()
+def _forget_closer() -> None:
+    """In a forked child: the thread is the parent's, and so is whoever held the lock."""
+    global _closer, _closer_lock
+    _closer, _closer_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_closer)
+
+
+def _close_all() -> None:
+    for running in list(_all):
+        running.close()
+
+
+# As the native engine does it, and before it: threads that send to real Mooncake processes are waited for by Python.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -16,7 +16,6 @@ import numpy as np
 from kvxfer import (
     NotRegisteredError,
     Opcode,
-    PeerRestartedError,
     Region,
     RegionDescriptor,
     Segment,
@@ -85,8 +84,8 @@ class NativeTarget(Target):
             try:
                 move(self.segment(), rows.local, rows.remote, rows.nbytes, timeout_s=timeout_s)
                 return
-            except (NotRegisteredError, PeerRestartedError) as error:
-                if not _may_try_again(error):
+            except NotRegisteredError as error:
+                if not _is_local(error):
                     raise
         self.submit(opcode, rows, notify, timeout_s).wait()
 
@@ -94,19 +93,13 @@ class NativeTarget(Target):
         self.waits_until = max(self.waits_until, time.monotonic() + timeout_s)
         payload = None if notify is None else pack_notify(*notify)
         submit = self._engine.submit_write if opcode is Opcode.WRITE else self._engine.submit_read
-        for is_last in (False, True):
-            segment = self.segment()
-            try:
-                batch = submit(segment, rows.local, rows.remote, rows.nbytes, notify=payload, timeout_s=timeout_s)
-                return BatchTicket(batch, None)
-            except (NotRegisteredError, PeerRestartedError) as error:
-                if not _may_try_again(error):
-                    raise
-                if isinstance(error, PeerRestartedError) and not is_last:
-                    continue  # nothing was sent; the process that is there now is asked for its regions
-                if isinstance(error, PeerRestartedError):
-                    raise
-                break
+        segment = self.segment()
+        try:
+            batch = submit(segment, rows.local, rows.remote, rows.nbytes, notify=payload, timeout_s=timeout_s)
+            return BatchTicket(batch, None)
+        except NotRegisteredError as error:
+            if not _is_local(error):
+                raise
         staged = Staged(self._engine, self._staging, opcode, rows)
         try:
             batch = submit(segment, staged.local, rows.remote, rows.nbytes, notify=payload, timeout_s=timeout_s)
@@ -142,12 +135,13 @@ class NativeTarget(Target):
 
 def _first_address(regions: Sequence[Region | RegionDescriptor]) -> int:
     """Return the address of what was registered first."""
-    first = min(regions, key=lambda region: region.region_id, default=None)
-    return 0 if first is None or not first.rights else first.address
+    visible = [region for region in regions if region.rights]
+    return min(visible, key=lambda region: region.region_id).address if visible else 0
 
 
-def _may_try_again(error: NotRegisteredError | PeerRestartedError) -> bool:
-    return isinstance(error, PeerRestartedError) or error.values.get("side") == "local"
+def _is_local(error: NotRegisteredError) -> bool:
+    """Whether it is memory of this process that is not registered."""
+    return error.values.get("side") == "local"
 
 
 class Staged:

@@ -64,7 +64,8 @@ class BatchTicket(Ticket):
         try:
             self.batch.wait()
         finally:
-            self._end()
+            if self.batch.is_done:  # else it was interrupted while another thread moves it
+                self._end()
         if self._error is not None:
             raise self._error
 

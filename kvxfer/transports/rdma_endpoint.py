@@ -136,8 +136,7 @@ class RdmaEndpoint(Endpoint):
 
     def abandon(self, error: KvxferError) -> None:
         self._closed = error
-        self._epoll.close()
-        os.close(self._wake_fd)
+        self._close_descriptors()
 
     def close(self, error: KvxferError) -> None:
         with self._changed:
@@ -150,9 +149,10 @@ class RdmaEndpoint(Endpoint):
                 self._break(rail, deadline)
             self._orphans.clear()
             self._changed.notify_all()
-            os.eventfd_write(self._wake_fd, 1)  # who sleeps there wakes up before it is closed
-            self._epoll.close()
-            os.close(self._wake_fd)
+            if self._has_sleeper:
+                os.eventfd_write(self._wake_fd, 1)  # and closes it then: not while it sleeps there
+            else:
+                self._close_descriptors()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether, after `close`, nothing of this endpoint touches a device any more."""
@@ -209,12 +209,16 @@ class RdmaEndpoint(Endpoint):
         self._changed.release()
         try:
             self._epoll.poll(timeout_s)
-        except ValueError:  # closed meanwhile
-            pass
         finally:
             self._changed.acquire()
             self._has_sleeper = False
             self._changed.notify_all()
+            if self._closed is not None:
+                self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._epoll.close()
+        os.close(self._wake_fd)
 
     def _arm(self) -> None:
         """Have the epoll become readable at the next completion of any rail, or when there is another rail."""
@@ -250,7 +254,9 @@ class RdmaEndpoint(Endpoint):
         for _ in range(len(waiting)):
             lane = waiting[0]
             try:
-                moved |= queue.post(lane) > 0
+                if not queue.post(lane):
+                    break  # it is the first to be served when there is room again
+                moved = True
             except PostError as error:
                 moved |= error.posted_count > 0
                 if not error.is_for_want_of_room:

@@ -61,6 +61,7 @@ def test_what_is_not_here_says_so() -> None:
             make()
 
 
+@pytest.mark.slow
 def test_shim_path_makes_mooncake_kvxfers() -> None:
     found = run_python(
         "import mooncake.engine as m, kvxfer.compat.mooncake as k; print(m.TransferEngine is k.TransferEngine, "
@@ -71,11 +72,13 @@ def test_shim_path_makes_mooncake_kvxfers() -> None:
     assert found == "True True"
 
 
+@pytest.mark.slow
 def test_command_prints_the_folder() -> None:
     assert run_python("from kvxfer.cli import main; main(['shim-path'])") == str(shim_path())
     assert (shim_path() / "mooncake" / "engine.py").exists()
 
 
+@pytest.mark.slow
 def test_install_makes_mooncake_kvxfers() -> None:
     found = run_python(
         "import kvxfer.compat as c; c.install(); c.install(); from mooncake.engine import TransferEngine, last_error; "
@@ -85,6 +88,7 @@ def test_install_makes_mooncake_kvxfers() -> None:
     assert found == "kvxfer.compat.mooncake_engine"
 
 
+@pytest.mark.slow
 def test_install_after_another_mooncake_is_refused() -> None:
     found = run_python(
         "import sys, types; sys.modules['mooncake'] = types.ModuleType('mooncake'); "

@@ -83,6 +83,18 @@ def test_probe_of_a_stopped_peer_answers_within_two_seconds(pair: Pair) -> None:
     assert pair.run("E.send_probe(S)") == 0
 
 
+def test_memory_registered_later_is_found_and_taken_back_is_refused(pair: Pair) -> None:
+    assert pair.run(ONE_WRITE) == 0
+    later = pair.target.run("memory(N)", N=NBYTES)
+    write = "E.batch_transfer_sync_write(S, [A, A + 64], [C, C + 64], [64, 64])"
+
+    codes = []
+    for call in ("E.register_memory(C, N)", "E.unregister_memory(C)", "E.register_memory(C, N)"):
+        codes.append((pair.target.run(call, C=later, N=NBYTES), pair.run(write, C=later)))
+
+    assert codes == [(0, 0), (0, -3), (0, 0)]
+
+
 def test_notification_comes_after_the_bytes_and_not_after_a_failure(pair: Pair) -> None:
     notify = "E.batch_transfer_sync(S, [A], [{}], [64], m.Write, notify=m.TransferNotify('{}', 'text'))"
 
@@ -122,7 +134,6 @@ import random
 order = list(range(count)); random.seed(1); random.shuffle(order)
 poke(A, os.urandom(8 * count)); source = [A + 8 * i for i in range(count)]; there = [B + 8 * i for i in order]
 write = E.batch_transfer_sync_write(S, source, there, [8] * count)
-poke(A, bytes(8 * count)) if False else None
 sent = peek(A, 8 * count)
 poke(A, bytes(8 * count))
 result = (write, E.batch_transfer_sync_read(S, source, there, [8] * count), peek(A, 8 * count) == sent)
@@ -175,6 +186,25 @@ result = os.waitpid(pid, 0)[1]
 
     assert pair.run(code) == 0, pair.initiator.log()[-3000:]
     assert [pair.run(ONE_WRITE) for _ in range(100)] == [0] * 100
+
+
+def test_initialise_again_takes_the_same_port_and_keeps_nothing_of_before() -> None:
+    with Program(MC_MIN_RPC_PORT="22222", MC_MAX_RPC_PORT="22222") as program:
+        session = program.initialize()
+
+        found = program.run(
+            """
+import gc, weakref
+old = weakref.ref(E._running)
+X = memory(4096)
+result = [E.register_memory(X, 64), E.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""), E.register_memory(X, 64)]
+gc.collect()
+result += [old() is None, E.get_rpc_port()]
+"""
+        )
+
+    assert session == "127.0.0.1:22222"
+    assert found == [0, 0, 0, True, 22222]
 
 
 def test_an_engine_that_is_dropped_gives_its_port_and_threads_back() -> None:

@@ -637,14 +637,14 @@ def test_many_regions(link: Link) -> None:
 def test_registration_that_fails_at_the_second_transport_is_undone_at_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # B77, B82, B83
-    def fail(self: TcpTransport, address: int, nbytes: int, *, rights: Rights) -> dict[str, Any]:
+    def fail(self: TcpTransport, address: int, nbytes: int, **rights: Any) -> dict[str, Any]:
         raise OSError(errno.EIO, "the second one is full")
 
     calls: list[tuple[Any, ...]] = []
     with TransferEngine(transports=("shm", "tcp")) as engine, Peer() as peer:
         first = engine.register(np.zeros(64, np.uint8))
         with monkeypatch.context() as patch:
-            patch.setattr(ShmTransport, "register", lambda self, address, nbytes, *, rights: {"key": 5})
+            patch.setattr(ShmTransport, "register", lambda self, address, nbytes, **rights: {"key": 5})
             patch.setattr(ShmTransport, "deregister", lambda self, *arguments: calls.append(arguments))
             patch.setattr(TcpTransport, "register", fail)
             memory = bytearray(4096)

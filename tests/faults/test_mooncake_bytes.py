@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from kvxfer import Rights, TransferEngine
-from kvxfer.errors import PeerClosedError, RegionBusyError, RemoteProtocolError
+from kvxfer.errors import PeerClosedError, RegionBusyError, RemoteProtocolError, UsageError
 from kvxfer.mooncake.descriptor import SegmentDescriptor
 from kvxfer.mooncake.frames import MessageKind, encode
 from kvxfer.mooncake.tcp_frames import STATUS_OK, STATUS_REJECTED, Header, pack_status
@@ -242,6 +242,11 @@ def test_a_service_that_was_closed_answers_no_more_and_the_engine_goes_on(served
         served.data()
     assert served.region.remote_use_count == 0
     served.service = MooncakeService(served.engine)
+
+
+def test_an_engine_has_one_service(served: Served) -> None:
+    with pytest.raises(UsageError, match="already"):
+        MooncakeService(served.engine)
 
 
 def test_a_data_port_is_taken_from_those_given() -> None:

@@ -39,6 +39,7 @@ WORLD_ALLOWED = {
     ("memory.regions", "threading"),  # the region table is shared by the threads of its callers
     ("memory.registration_work", "concurrent"),  # chunks and devices at the same time: hundreds of GiB take minutes
     ("system.calls", "socket"),  # for the numbers of MSG_* flags; opens none
+    ("verbs.handle", "threading"),  # a queue pair may be closed while another thread closes its device
     ("verbs.routes", "socket"),  # asks the kernel's routing tables over netlink; sends no packet
 }
 

@@ -17,8 +17,13 @@ from tests.interop.environments import frameworks_python
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@functools.cache
 def run(part: str, transports: str = "shm,tcp") -> dict[str, Any]:
+    """What `ray_actors.py` saw; it runs once for all tests."""
+    return _run(part, transports)
+
+
+@functools.cache
+def _run(part: str, transports: str) -> dict[str, Any]:
     python = frameworks_python()
     with tempfile.TemporaryDirectory(prefix="kvxfer-ray-") as folder:  # short: Ray puts Unix sockets in it
         environment = {

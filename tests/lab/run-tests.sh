@@ -3,7 +3,9 @@
 #
 #   LAB=uml             in User-Mode Linux, with the kernel that KVXFER_UML_KERNEL names (qemu)
 #   LAB_TOPOLOGIES=...  which guests, by the names of topologies/*.sh (all, wire first)
-#   LAB_TESTS=...       what pytest runs (tests/lab); LAB_ARGS=... more of its options
+#   LAB_TESTS=...       what pytest runs (tests/lab, and in the guest wire the conformance suite over rdma: all of it in
+#                       User-Mode Linux, a part of it in QEMU); LAB_ARGS=... more of its options
+#   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 5)
 #   LAB_TIMEOUT_S=...   what all guests together may take (1080)
 # Ends with the status of the first guest that failed; a guest that does not boot is a failure.
 set -Eeuo pipefail
@@ -14,6 +16,13 @@ machine=${LAB:-qemu}
 deadline=$((SECONDS + ${LAB_TIMEOUT_S:-1080}))
 read -ra topologies <<<"${LAB_TOPOLOGIES:-wire simple ipv6 mtu gids port-down split}"
 read -ra tests <<<"${LAB_TESTS:-tests/lab}"
+conformance=()
+if [[ -z ${LAB_TESTS:-} ]]; then
+    case $machine in
+    uml) conformance=(tests/conformance) ;;
+    qemu) conformance=(tests/conformance/test_notifications.py tests/conformance/test_transfers.py) ;;
+    esac
+fi
 read -ra options <<<"${LAB_ARGS:-}"
 
 say() { printf 'lab: [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -44,10 +53,11 @@ install_missing() {
 }
 
 run_tests() { # TOPOLOGY: its pytest, in a guest
-    local left_s=$((deadline - SECONDS))
+    local left_s=$((deadline - SECONDS)) chosen=("${tests[@]}")
+    [[ $1 != wire ]] || chosen+=("${conformance[@]}")
     ((left_s > 0)) || { say "no time is left for $1" && return 124; }
     bash "$lab/$runner" --topology "$1" --timeout "$left_s" -- "$python" -m pytest -q -p no:cacheprovider \
-        -o timeout=300 -m rdma "${tests[@]}" "${options[@]}"
+        -o timeout=300 -m rdma "${chosen[@]}" "${options[@]}"
 }
 
 case $machine in
@@ -64,8 +74,8 @@ uml)
 esac
 
 install_missing
-"$python" -m pytest -q -p no:cacheprovider -m rdma --collect-only "${tests[@]}" >/dev/null ||
-    fail "the tests cannot be collected: $python -m pytest --collect-only ${tests[*]}"
+"$python" -m pytest -q -p no:cacheprovider -m rdma --collect-only "${tests[@]}" "${conformance[@]}" >/dev/null ||
+    fail "the tests cannot be collected: $python -m pytest --collect-only ${tests[*]} ${conformance[*]}"
 if [[ $machine == qemu ]]; then bash "$lab/build-guest.sh"; fi
 
 first_failure=0 report=()

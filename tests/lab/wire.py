@@ -28,11 +28,11 @@ HERE, THERE = ("rxa0", "rxa1"), ("rxb0", "rxb1")
 NETDEVS = ("va0", "va1", "vb0", "vb1")
 ADDRESSES = {"va0": "10.10.0.1", "va1": "10.10.1.1", "vb0": "10.10.0.2", "vb1": "10.10.1.2"}
 BLOCK_NBYTES = 1 << 16
-BLOCKS = 64
+BLOCKS = 32
 NBYTES = BLOCKS * BLOCK_NBYTES
-"""4 MiB: enough to be spread over both rails."""
+"""2 MiB: enough to be spread over both rails."""
 LONG = 32
-"""So many times the same rows in one batch give time to do something to it: a third of a second, or seconds."""
+"""So many times the same rows in one batch give time to do something to it."""
 NIC_TIMEOUT_S = 7.5
 """What the device bears with as the engine is set: seven tries of 1.07 s. What is told sooner was not found out by
 it."""

@@ -380,7 +380,7 @@ def test_a_neighbour_that_never_answers_names_both_ends_and_the_port(hosts: Fake
     with pytest.raises(TransportUnavailableError) as caught:
         pair.open()
 
-    assert 0.2 < time.monotonic() - before < 0.8
+    assert 0.2 < time.monotonic() - before < 2.0
     told = str(caught.value)
     for word in (A, B, "4791", "ETIMEDOUT", "RTR"):
         assert word in told, told

@@ -68,6 +68,10 @@ def sender(pair: Pair) -> FakeQueuePair:
     return pair.queue_pairs()[0][0]
 
 
+def endpoint(pair: Pair) -> Any:
+    return pair.segment._endpoints[0]
+
+
 def submit(pair: Pair, offset: int = 0, nbytes: int = 4096, *, count: int = 1, **options: Any) -> TransferBatch:
     """Submit `count` rows of `nbytes` bytes, every second place from `offset` on."""
     rows = offset + 2 * nbytes * np.arange(count, dtype=np.int64)
@@ -356,19 +360,86 @@ def test_several_threads_share_one_queue(tmp_path: Path, delivery: Any) -> None:
         assert not wrong
 
 
-def test_a_waiter_is_told_when_another_takes_its_completion(held: FakeHosts) -> None:
+def test_a_waiter_is_told_when_another_takes_its_completion(held: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two wait, one sleeps on the device for both: neither waits for a tick where its batch is done."""
+    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.TICK_S", 5.0)
     pair = open_pair(held)
     waiting = [wait_in_thread(submit(pair, offset, 64)) for offset in (0, 64)]
-    time.sleep(0.01)
-    began = time.monotonic()
+    until(lambda: endpoint(pair)._has_sleeper and endpoint(pair)._follower_count == 1)
 
     held.fabric.run()
-    for thread, _ in waiting:
-        thread.join()
 
-    assert time.monotonic() - began < 0.04
-    assert not any(caught for _, caught in waiting)
+    for thread, caught in waiting:
+        thread.join(2.0)
+        assert not thread.is_alive()
+        assert not caught
+
+
+def test_a_waiter_is_told_by_one_who_never_sleeps(held: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's batch moves all the time, so that it only spins."""
+    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.TICK_S", 5.0)
+    pair = open_pair(held, spin_s=0.01, rdma_send_depth=8)  # a completion for each fourth request
+    long = submit(pair, 0, 16, count=1500)
+    spinning = wait_in_thread(long)
+    until(lambda: endpoint(pair)._has_sleeper)
+    waiting = wait_in_thread(submit(pair, 60_000, 64))
+    until(lambda: endpoint(pair)._follower_count == 1)
+
+    end = time.monotonic() + 2.0
+    while waiting[0].is_alive() and time.monotonic() < end:
+        held.fabric.step()
+        time.sleep(0.0002)
+    was_busy = not long.is_done
+    held.fabric.delivery = "poll"
+    held.fabric.run()
+
+    assert not waiting[0].is_alive()
+    assert was_busy
+    spinning[0].join(2.0)
+    assert not spinning[1]
+
+
+def test_a_short_batch_does_not_wait_for_a_long_one_before_it(held: FakeHosts) -> None:
+    """The queue is shared in windows, in turn: the long one had all the room that came back."""
+    pair = open_pair(held, rdma_send_depth=16)
+    long, short = submit(pair, 0, 16, count=1500), submit(pair, 60_000, 64)
+
+    for _ in range(200):
+        held.fabric.step()
+        long.poll()
+
+    assert short.poll()
+    assert not long.is_done
+    long.cancel()
+
+
+def test_who_sleeps_is_woken_by_a_new_connection(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.TICK_S", 5.0)
+    hosts.fabric.delivery = "poll"
+    pair = open_pair(hosts)
+    batch = submit(pair)
+    sender(pair).inject(Status.RETRY_EXC_ERR)
+    began = time.monotonic()
+
+    batch.wait(4.0)
+
+    assert time.monotonic() - began < 2.0
+
+
+def test_connections_that_fail_are_not_tried_in_a_tight_loop(hosts: FakeHosts) -> None:
+    """B136: 10 ms, 20, 40, 80 ... between the tries; and the first cause is told."""
+    hosts.fabric.delivery = "poll"
+    pair = open_pair(hosts, connect_timeout_s=0.2)
+    batch = submit(pair)
+    sender(pair).inject(Status.RETRY_EXC_ERR)
+    hosts.fabric.set_path("a/mlx5_0", "b/mlx5_0", rtr_errno=errno.EHOSTUNREACH)
+    before = hosts.libraries["a"].calls["ibv_create_qp"]
+
+    with pytest.raises(CompletionError, match="RETRY_EXC_ERR"):
+        batch.wait(5.0)
+
+    gid_pairs = 4
+    assert hosts.libraries["a"].calls["ibv_create_qp"] - before <= 6 * gid_pairs
 
 
 def test_a_batch_that_is_only_polled_moves(held: FakeHosts) -> None:
@@ -448,7 +519,7 @@ def test_our_own_stop_makes_no_rail_rest(held: FakeHosts) -> None:
 
     batch.cancel()
 
-    (rail,) = pair.segment._endpoints[0]._rails  # type: ignore[attr-defined]
+    (rail,) = endpoint(pair)._rails
     assert rail.trouble == ""
     assert rail.paused_until == 0.0
     held.fabric.delivery = "post"
@@ -715,7 +786,7 @@ def test_a_stopped_batch_does_not_disturb_who_sleeps(held: FakeHosts) -> None:
     pair = open_pair(held)
     sleeping, other = submit(pair, 0, 64), submit(pair, 128, 64)
     thread, caught = wait_in_thread(sleeping)
-    until(lambda: pair.segment._endpoints[0]._has_sleeper)  # type: ignore[attr-defined]
+    until(lambda: endpoint(pair)._has_sleeper)
 
     other.cancel()
     held.fabric.delivery = "poll"
@@ -810,6 +881,20 @@ def test_closing_the_engine_wakes_who_waits(held: FakeHosts) -> None:
 
     thread.join(2.0)
     assert isinstance(caught[0], ClosedError)
+
+
+def test_what_one_sleeps_on_is_not_closed_under_it(held: FakeHosts) -> None:
+    """Closed between letting go of the lock and epoll_wait(2), it gave EBADF, or was another one of the same number."""
+    pair = open_pair(held)
+    for _ in range(10):
+        pair.open()
+        thread, caught = wait_in_thread(submit(pair))
+        until(lambda: endpoint(pair)._has_sleeper)
+
+        pair.segment.close()
+
+        thread.join(2.0)
+        assert isinstance(caught[0], ClosedError)
 
 
 def test_a_peer_that_is_killed_fails_its_batches(held: FakeHosts) -> None:

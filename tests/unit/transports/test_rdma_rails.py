@@ -20,6 +20,7 @@ from kvxfer.errors import CompletionError, KvxferError, TransportUnavailableErro
 from kvxfer.system.interfaces import Interface, InterfaceAddress
 from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.transports.rdma_nic import Nic
+from kvxfer.transports.rdma_service import RdmaService
 from kvxfer.verbs.enums import CompletionStatus, EventType, PortState
 from kvxfer.verbs.routes import Route
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
@@ -508,6 +509,46 @@ def test_a_batch_on_two_rails_is_stopped_on_both(hosts: FakeHosts) -> None:
     pair.here[:] = ~pair.here
     hosts.fabric.run()
     assert (pair.there == seen).all()
+
+
+def test_a_batch_is_not_over_while_a_rail_that_broke_under_it_may_still_write(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes are there by the other rail; packets of the broken one would write over what comes later."""
+    pair = open_pair(hosts)
+    pair.write(65536)
+    gone, asked = threading.Event(), threading.Event()
+    hang_up = RdmaService.hang_up
+
+    def slowly(self: RdmaService, session: str, number: int) -> None:
+        asked.set()
+        gone.wait(5.0)
+        hang_up(self, session, number)
+
+    monkeypatch.setattr(RdmaService, "hang_up", slowly)
+    sender(pair, "mlx_0").inject(Status.RETRY_EXC_ERR, after=5)
+    batch = whole(pair)
+    waiting = threading.Thread(target=batch.wait)
+    waiting.start()
+    until(lambda: asked.is_set() and batch.nbytes_done == LARGE_NBYTES)
+
+    assert not batch.is_done
+
+    gone.set()
+    waiting.join(2.0)
+    assert batch.is_done
+    assert batch.exception is None
+
+
+def test_a_rail_that_cannot_be_connected_leaves_nothing_at_the_peer(hosts: FakeHosts) -> None:
+    """The peer's end stood already when ours failed."""
+    pair = open_pair(hosts)
+    pair.libraries[0].fail("ibv_modify_qp", errno.EPERM, nth=2, times=100, device="mlx_1")
+
+    pair.write(65536)
+
+    until(lambda: len(pair.queue_pairs()[1]) == 1)
+    assert pair.connected == ["mlx_0:1 to mlx_0:1"]
 
 
 def test_rails_that_break_again_and_again_lose_nothing(hosts: FakeHosts) -> None:
