@@ -344,7 +344,7 @@ class EnginePair:
 
     def first_transfer(self, there: str) -> float:
         """Return how long it takes to open a process that was just started and to write to it, in us."""
-        child, connection = start_server(there)
+        child, connection = start_server(there, FIRST_NBYTES)
         try:
             address, remote, _ = connection.recv()
             started = time.perf_counter()
@@ -362,10 +362,11 @@ class EnginePair:
         return self.connection.recv()
 
 
-def start_server(device: str) -> tuple[subprocess.Popen[bytes], Any]:
+def start_server(device: str, pool_nbytes: int = POOL_NBYTES) -> tuple[subprocess.Popen[bytes], Any]:
     """Start the other process; returns it and the connection on which it tells its memory and takes commands."""
     with Listener(("127.0.0.1", 0)) as listener:
-        child = subprocess.Popen([sys.executable, __file__, "--serve", device, str(listener.address[1])])
+        where = [device, str(listener.address[1]), str(pool_nbytes)]
+        child = subprocess.Popen([sys.executable, __file__, "--serve", *where])
         return child, listener.accept()
 
 
@@ -400,10 +401,13 @@ class MooncakePair:
         self.cpu_s_per_gib = 0.0
 
     @staticmethod
-    def _start(device: str, address: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    def _start(
+        device: str, address: str, pool_nbytes: int = POOL_NBYTES
+    ) -> tuple[subprocess.Popen[str], dict[str, Any]]:
         folder = Path(__file__).parent
+        program = [folder / ".peers/mooncake/bin/python", folder / "contenders/mooncake_rdma.py"]
         process = subprocess.Popen(
-            [folder / ".peers/mooncake/bin/python", folder / "contenders/mooncake_rdma.py", device, address],
+            [*program, device, address, str(pool_nbytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -430,7 +434,7 @@ class MooncakePair:
 
     def first_transfer(self) -> float | None:
         """Return how long the first write to a process that was just started takes, in us."""
-        target, told = self._start(*self._there)
+        target, told = self._start(*self._there, FIRST_NBYTES)
         try:
             moved = _ask(self.source, "move", "write", told["target"], [0], [told["address"]], FIRST_NBYTES)
         finally:
@@ -452,12 +456,12 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return answer
 
 
-def serve(device: str, port: str) -> None:
+def serve(device: str, port: str, pool_nbytes: str) -> None:
     """The other process: a pool, and commands to fill and to check it."""
-    pool = np.zeros(POOL_NBYTES, np.uint8)
+    connection = Client(("127.0.0.1", int(port)))
+    pool = np.zeros(int(pool_nbytes), np.uint8)
     with kvxfer.TransferEngine(transports=("rdma",), rdma_devices=device) as engine:
         region = engine.register(pool)
-        connection = Client(("127.0.0.1", int(port)))
         connection.send((engine.address, region.address, region.nbytes))
         while True:
             try:

@@ -74,6 +74,8 @@ class TransferEngine:
     def __init__(self, **settings: Any) -> None:
         self.config = config = EngineConfig.resolve(**settings)
         self.generation = os.urandom(16).hex()
+        self.quiet_about: frozenset[str] = frozenset()
+        """Transports that may be passed over without a warning, even where they were asked for by name."""
         self._pid = os.getpid()
         self._closed: KvxferError | None = None
         self._lock = threading.Lock()

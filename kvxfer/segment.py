@@ -179,7 +179,8 @@ class Segment:
                 session.reset(PeerClosedError(f"{self.address} was given up: {error}.", peer=self.address))
                 raise
         self.raise_if_void()
-        level = "warning" if self.passed_over and not self.engine.is_default_order(self.wanted) else "info"
+        news = self.passed_over.keys() - self.engine.quiet_about
+        level = "warning" if news and not self.engine.is_default_order(self.wanted) else "info"
         if self._failed_transports:
             level = "warning"  # it should have worked
         getattr(get_logger(__name__), level)(

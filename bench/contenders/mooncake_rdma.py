@@ -1,6 +1,6 @@
 """One end of Mooncake's TransferEngine over RDMA, driven by bench/rdma.py through JSON lines on its pipes.
 
-mooncake_rdma.py DEVICE ADDRESS     first line out: {"target": "host:port", "address": ..., "nbytes": ...}
+mooncake_rdma.py DEVICE ADDRESS POOL_NBYTES     first line out: {"target": "host:port", "address": ..., "nbytes": ...}
 ["fill", offsets, size, value] ["check", offsets, size, value] ["move", operation, target, local, remote, size]
 """
 
@@ -19,12 +19,11 @@ os.environ.setdefault("GLOG_minloglevel", "2")
 import numpy as np
 from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
 
-POOL_NBYTES = 256 << 20
 BATCH_ROWS = 1024
 
 
 def main() -> None:
-    device, address = sys.argv[1:]
+    device, address, pool_nbytes = sys.argv[1:]
     if not Path("/sys/devices/system/node").exists():
         # A kernel without NUMA nodes: Mooncake then finds no device, and goes over to tcp without a word.
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as topology:
@@ -32,9 +31,9 @@ def main() -> None:
         os.environ["MC_CUSTOM_TOPO_JSON"] = topology.name
     engine = TransferEngine()
     assert engine.initialize(address, "P2PHANDSHAKE", "rdma", device) == 0, "Mooncake's initialize failed"
-    pool = np.zeros(POOL_NBYTES, np.uint8)
+    pool = np.zeros(int(pool_nbytes), np.uint8)
     base = pool.ctypes.data
-    assert engine.register_memory(base, POOL_NBYTES) == 0, "Mooncake's register_memory failed"
+    assert engine.register_memory(base, pool.nbytes) == 0, "Mooncake's register_memory failed"
     print(json.dumps({"target": f"{address}:{engine.get_rpc_port()}", "address": base}), flush=True)
     for line in sys.stdin:
         what, *rest = json.loads(line)

@@ -104,6 +104,15 @@ def test_own_variables_win_over_what_mooncakes_arguments_mean(
     assert engine.config.connect_timeout_s == 1.5
 
 
+def test_peer_without_shared_memory_is_no_news(engines: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    engine = open_one(engines, wish())
+    with kvxfer.TransferEngine(transports=("tcp",)) as peer:
+        segment = engine.open_segment(peer.address)
+
+        assert segment.transport == "tcp"
+        assert not caplog.records
+
+
 def test_log_level_is_that_of_the_logger(engines: list[Any]) -> None:
     logger = logging.getLogger("kvxfer")
     before = logger.level

@@ -1,8 +1,9 @@
 """Connections between any two fake NICs, whatever they refuse and whichever calls fail.
 
 After `open_segment` either both ends agree and bytes arrive, or one error shows every try; nothing is ever left behind,
-and it always ends in time. Mutants that this caught: the answering side kept its queue pair when it had to give up the
-connection while making it; a connection that failed at the opening side stayed at the other one.
+and it always ends in time. Mutants that this caught: a try did not replace the one before it at the peer; either side
+kept the queue pair of a try that failed; the opening side set its own read depth, not the agreed one. It found that the
+diagnosis of a time-out on InfiniBand fell over.
 """
 
 from __future__ import annotations
