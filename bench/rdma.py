@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             value = measure()
             if value is not None:
                 found.setdefault(name, []).append(value)
-            print(f"{name:<38} {value if value is not None else float('nan'):10.1f}", flush=True)
+            print(f"{name:<38} {value if value is not None else float('nan'):10.2f}", flush=True)
     return report(found, arguments)
 
 
@@ -106,7 +106,8 @@ def find_baseline(found: dict[str, list[float]], rival: str, what: str) -> list[
     size."""
     if f"{rival} {what}" in found:
         return found[f"{rival} {what}"]
-    return found.get(f"{rival} {what.partition('x')[0]}") if rival == "perftest" else None
+    is_plain = rival == "perftest" and "CPU" not in what and "wire" not in what
+    return found.get(f"{rival} {what.partition('x')[0]}") if is_plain else None
 
 
 def asked_for(who: str, what: str, rival: str) -> float | None:
@@ -167,11 +168,12 @@ def make_contenders(arguments: argparse.Namespace) -> dict[str, Callable[[], flo
     if arguments.second:
         second = arguments.second.split(",")
         both = EnginePair(f"{arguments.here},{second[0]}", f"{arguments.there},{second[1]}")
-        shaped = [arguments.here, arguments.there, *second]
+        both.batch("write", 1 << 20, 64)  # connects the second rail
+        devices = [arguments.here, arguments.there, *second]
         for operation in ("write", "read"):
             label = f"{operation} 1MiBx64, each wire {arguments.rate}"
             for who, pair in (("one-rail", engine), ("two-rails", both)):
-                contenders[f"{who} {label}"] = lambda p=pair, o=operation: shaped_batch(p, o, shaped, arguments.rate)  # type: ignore[misc]
+                contenders[f"{who} {label}"] = lambda p=pair, o=operation: shaped_batch(p, o, devices, arguments.rate)  # type: ignore[misc]
     return contenders
 
 

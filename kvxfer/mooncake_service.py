@@ -50,7 +50,10 @@ peers are not kept at all."""
 RECEIVE_NBYTES = 1 << 16
 
 Connect = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Answers a CONNECTION message, an rdma handshake descriptor; must not block. Raises KvxferError to refuse."""
+"""Answers a CONNECTION message, an rdma handshake descriptor, in a thread of its own: the kernel may take seconds to
+find a neighbour. Raises KvxferError to refuse."""
+CONNECTING_MAX = 8
+"""CONNECTION messages that are answered at once; more than these are refused, and Mooncake tries again."""
 
 
 class MooncakeService:
@@ -86,6 +89,7 @@ class MooncakeService:
         # spins takes the time of the threads that move the bytes (bench/mooncake_wire.py: half of the rate at 16 KiB).
         self._data = DataService(dataclasses.replace(engine.config, spin_s=0.0), engine.service)
         self._exchanges: set[_Exchange] = set()
+        self._connecting = threading.BoundedSemaphore(CONNECTING_MAX)
         self._closed = False
         self._built: tuple[str, tuple[Region, ...], SegmentDescriptor] | None = None
         self._told: tuple[SegmentDescriptor, bytes] | None = None
@@ -202,18 +206,38 @@ class MooncakeService:
 
     # Answers.
 
-    def answer(self, message: Message, label: str) -> bytes:
-        """Return the bytes that answer a message; raises KvxferError where it gets no answer."""
+    def answer(self, message: Message, label: str, reply: Callable[[bytes], None]) -> None:
+        """Have `reply` called with the bytes that answer a message, now or later, in any thread; raises KvxferError
+        where it gets no answer."""
         if message.kind is MessageKind.METADATA:
-            return self._own_descriptor()
-        if message.kind is MessageKind.NOTIFY:
+            reply(self._own_descriptor())
+        elif message.kind is MessageKind.NOTIFY:
             self._engine.service.notify(label, pack_notify(*unpack_notify(message.body)))
-            return encode(MessageKind.NOTIFY, {"name": "", "notify_msg": "success"})
-        if message.kind is MessageKind.PROBE:
-            return encode(MessageKind.PROBE, {"status": "success"})
-        asked = message.fields()
+            reply(encode(MessageKind.NOTIFY, {"name": "", "notify_msg": "success"}))
+        elif message.kind is MessageKind.PROBE:
+            reply(encode(MessageKind.PROBE, {"status": "success"}))
+        elif self._connect is None or not self._connecting.acquire(blocking=False):
+            reply(self._answer_connection(message, message.fields(), label))
+        else:
+            asked = message.fields()
+
+            def connect() -> None:
+                try:
+                    reply(self._answer_connection(message, asked, label, self._connect))
+                finally:
+                    self._connecting.release()
+
+            threading.Thread(target=connect, name="kvxfer-mooncake-connect", daemon=True).start()
+
+    def _answer_connection(
+        self, message: Message, asked: Mapping[str, Any], label: str, connect: Connect | None = None
+    ) -> bytes:
+        """Return what `connect` answers, or why nothing did."""
+        answer: Mapping[str, Any]
         try:
-            answer = self._answer_connection(asked)
+            if connect is None:
+                raise self._refusal()
+            answer = connect(asked)
         except KvxferError as error:
             self._log.warning("mooncake.message_refused", peer=label, kind="CONNECTION", error=str(error))
             answer = {
@@ -227,13 +251,16 @@ class MooncakeService:
             }
         return encode(MessageKind.CONNECTION, answer, is_old=message.is_old)
 
-    def _answer_connection(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _refusal(self) -> PeerRefusedError:
+        address = self._engine.address
         if self._connect is None:
-            raise PeerRefusedError(
-                f"kvxfer at {self._engine.address} takes no rdma connection of Mooncake's.",
+            return PeerRefusedError(
+                f"kvxfer at {address} takes no rdma connection of Mooncake's.",
                 remedy="Start the initiator with protocol tcp, or with MC_FORCE_TCP=1.",
             )
-        return self._connect(asked)
+        return PeerRefusedError(
+            f"kvxfer at {address} is making {CONNECTING_MAX} connections already.", remedy="Try again in a moment."
+        )
 
     def _own_descriptor(self) -> bytes:
         """The answer to METADATA, made anew only where the descriptor has changed."""
@@ -267,6 +294,7 @@ class _Exchange:
         self._decoder = MessageDecoder(MESSAGE_NBYTES_MAX, unread_kinds=(MessageKind.METADATA,))
         self._answer: memoryview | None = None
         self._watching = READABLE
+        self._is_asked = False
         self._open = True
 
     def begin(self, data: bytes, deadline: float) -> None:
@@ -290,12 +318,12 @@ class _Exchange:
             data = b""
         if not data:
             self.close()
-        elif self._answer is None:
+        elif not self._is_asked:
             self._take(data)
         return True
 
     def timer(self, now: float) -> None:
-        if self._open and self._answer is None:
+        if self._open and not self._is_asked:
             get_logger(__name__).warning("listener.silent", peer=self._label, received_nbytes=self._decoder.kept_nbytes)
         self.close()
 
@@ -320,12 +348,23 @@ class _Exchange:
             message = self._decoder.feed(data)
             if message is None:
                 return
-            self._answer = memoryview(self._service.answer(message, self._label))
+            self._is_asked = True
+            self._service.answer(message, self._label, self._reply)
         except KvxferError as error:
             get_logger(__name__).warning("mooncake.message_refused", peer=self._label, error=clean(str(error), 500))
             self.close()
-            return
-        self._send()
+
+    def _reply(self, answer: bytes) -> None:
+        """The answer is there; from any thread."""
+        if self._loop.is_current:
+            self._begin_answer(answer)
+        else:
+            self._loop.call_soon(lambda: self._begin_answer(answer))
+
+    def _begin_answer(self, answer: bytes) -> None:
+        if self._open:
+            self._answer = memoryview(answer)
+            self._send()
 
     def _send(self) -> None:
         assert self._answer is not None

@@ -1,7 +1,8 @@
-"""One end of Mooncake's TransferEngine over RDMA, driven by bench/rdma.py through JSON lines on its pipes.
+"""One end of Mooncake's TransferEngine over RDMA; bench/rdma.py and a test drive it by JSON lines on its pipes.
 
 mooncake_rdma.py DEVICE ADDRESS POOL_NBYTES     first line out: {"target": "host:port", "address": ..., "nbytes": ...}
 ["fill", offsets, size, value] ["check", offsets, size, value] ["move", operation, target, local, remote, size]
+["probe", target] ["notify", target, remote, name, message] ["notifies"]
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # both read when the module belo
 os.environ.setdefault("GLOG_minloglevel", "2")
 
 import numpy as np
-from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
+from mooncake.engine import TransferEngine, TransferNotify, TransferOpcode  # type: ignore[import-not-found]
 
 BATCH_ROWS = 1024
 
@@ -47,6 +48,14 @@ def main() -> None:
                 part = slice(at, at + BATCH_ROWS)
                 answer["ok"] = answer["ok"] and move(target, mine[part], theirs[part], [size] * len(mine[part])) == 0
             answer |= {"seconds": perf_counter() - started, "cpu_s": process_time() - cpu}
+        elif what == "probe":
+            answer["ok"] = engine.send_probe(*rest) == 0
+        elif what == "notify":
+            target, remote, name, message = rest
+            notify = TransferNotify(name, message)
+            answer["ok"] = engine.transfer_sync(target, base, remote, 64, TransferOpcode.Write, notify) == 0
+        elif what == "notifies":
+            answer["notifies"] = [[one.name, one.msg] for one in engine.get_notifies()]
         else:
             offsets, size, value = rest
             if what == "fill":

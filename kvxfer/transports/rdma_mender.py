@@ -74,7 +74,9 @@ class Mender:
         seconds. Spare rails have one try. Raises TransportUnavailableError with all tries.
         """
         with self._changed:
-            if self._closed is not None or self._is_running or any(rail.is_connected for rail in self._rails):
+            if self._closed is not None:
+                raise self._closed
+            if self._is_running or any(rail.is_connected for rail in self._rails):
                 return
             self._is_running = True
         rails = list(self._rails)
@@ -115,8 +117,8 @@ class Mender:
     def start(self) -> None:
         """See to it that what is to be done is done."""
         if not self._is_running and self._closed is None:
-            self._is_running = True
             threading.Thread(target=self._run, name="kvxfer-mender", daemon=True).start()
+            self._is_running = True  # it begins with taking the lock, which is held here
 
     def close(self, error: KvxferError) -> None:
         """Make no more connections; one that is being made is closed as soon as it is there."""

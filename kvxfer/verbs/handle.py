@@ -1,12 +1,15 @@
 """What every object of libibverbs is: owned, closed once, after everything that was made from it.
 
 A child keeps its parents alive. `close` closes the children first, newest first. An object that is dropped without
-`close` warns (ResourceWarning) and is destroyed then, so that a forgotten queue pair does not live as long as the
-process.
+`close` warns (ResourceWarning) and is destroyed then, its children first, so that a forgotten queue pair does not live
+as long as the process. When the process ends the kernel takes back what is left. A forked child has copies of objects
+that are its parent's: there `close` forgets them and calls nothing.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import warnings
 import weakref
@@ -15,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvxfer.errors import ClosedError, VerbsError
-from kvxfer.verbs.library import errno_text
+from kvxfer.verbs.library import errno_of, errno_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,21 +29,39 @@ __all__ = ["Handle"]
 
 
 class _Ownership:
-    """What must live on when the Python object is dropped: the pointer, how it is destroyed, and its parents'."""
+    """What must live on when the Python object is dropped: the pointer, how it is destroyed, its parents and children.
 
-    __slots__ = ("children", "closing", "destroy", "label", "parents", "pointer", "verb")
+    before_destroy: what must come first, with the pointer. pid: of the process whose object it is.
+    """
+
+    __slots__ = ("before_destroy", "children", "closing", "destroy", "handle", "label", "parents", "pid", "pointer", "verb")
 
     def __init__(
-        self, pointer: CData, destroy: Callable[[CData], int], verb: str, parents: tuple[_Ownership, ...]
+        self,
+        handle: Handle,
+        pointer: CData,
+        destroy: Callable[[CData], int],
+        verb: str,
+        parents: tuple[_Ownership, ...],
     ) -> None:
+        self.handle = weakref.ref(handle)
         self.pointer: CData | None = pointer
         self.destroy = destroy
+        self.before_destroy: Callable[[CData], None] = _do_nothing
         self.verb = verb
         self.parents = parents
-        self.label = verb
-        self.children: dict[int, weakref.ref[Handle]] = {}
+        self.label = f"{handle.noun} ({verb})"
+        self.pid = os.getpid()
+        self.children: dict[int, _Ownership] = {}
+        """By their own id, oldest first."""
         self.closing = threading.Lock()
         """Held while it is destroyed: a session may end in one thread while another closes the whole device."""
+
+    def leave(self) -> None:
+        """It is no more: its parents may be destroyed."""
+        self.pointer = None
+        for parent in self.parents:
+            parent.children.pop(id(self), None)
 
 
 class Handle:
@@ -58,11 +79,11 @@ class Handle:
     ) -> None:
         self.library = library
         owners = tuple(parent._ownership for parent in parents)
-        self._ownership: _Ownership = _Ownership(pointer, destroy, verb, owners)
-        self._ownership.label = f"{self.noun} ({verb})"
-        for parent in parents:
-            parent._ownership.children[id(self)] = weakref.ref(self)
-        self._finalizer = weakref.finalize(self, _drop, self._ownership, id(self))
+        self._ownership: _Ownership = _Ownership(self, pointer, destroy, verb, owners)
+        for owner in owners:
+            owner.children[id(self._ownership)] = self._ownership
+        self._finalizer = weakref.finalize(self, _drop, self._ownership)
+        self._finalizer.atexit = False  # threads may still use it then, and the kernel takes it back in a moment
 
     @property
     def pointer(self) -> CData:
@@ -75,7 +96,7 @@ class Handle:
     @property
     def children(self) -> list[Handle]:
         """What was made from it and is not closed, oldest first."""
-        alive = (child() for child in [*self._ownership.children.values()])
+        alive = (child.handle() for child in [*self._ownership.children.values()])
         return [child for child in alive if child is not None]
 
     @property
@@ -95,22 +116,24 @@ class Handle:
                 return
             for child in reversed(self.children):
                 child.close()
-            self._before_destroy()
-            error = ownership.destroy(ownership.pointer)
-            if error:
-                raise VerbsError(
-                    f"{ownership.verb} of {self!r} failed: {errno_text(error)}.",
-                    remedy="EBUSY means that something made from it is still in use; anything else is the device's "
-                    "fault.",
-                    verb=ownership.verb,
-                    errno=error,
-                )
-            ownership.pointer = None
-            _leave(ownership, id(self))
+            if ownership.pid == os.getpid():
+                self._destroy()
+            ownership.leave()
             self._finalizer.detach()
 
-    def _before_destroy(self) -> None:
-        """Do what must come first; for subclasses."""
+    def _destroy(self) -> None:
+        ownership = self._ownership
+        ownership.before_destroy(ownership.pointer)
+        error = errno_of(ownership.destroy(ownership.pointer))
+        if error:
+            raise VerbsError(
+                f"{ownership.verb} of {self!r} failed: {errno_text(error)}.",
+                remedy="Close the device again when its other users are done (EBUSY), or when it is back."
+                if error == errno.EBUSY
+                else "The device is gone or its driver is at fault; the kernel's log says more (dmesg).",
+                verb=ownership.verb,
+                errno=error,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -130,17 +153,21 @@ class Handle:
         return {}
 
 
-def _drop(ownership: _Ownership, key: int) -> None:
-    """The Python object was dropped without close(): warn, and destroy what it held."""
+def _drop(ownership: _Ownership) -> None:
+    """The Python object was dropped without close(): destroy what it held, and warn.
+
+    Objects of a cycle are dropped in any order, so a parent may come first: its children are nobody's any more either.
+    """
     pointer = ownership.pointer
-    if pointer is None:
+    if pointer is None or ownership.pid != os.getpid():
         return
-    ownership.pointer = None
-    _leave(ownership, key)
+    for child in reversed([*ownership.children.values()]):
+        _drop(child)
+    ownership.leave()
+    ownership.before_destroy(pointer)
     ownership.destroy(pointer)  # first: a warning may be an error
     warnings.warn(f"a {ownership.label} was never closed", ResourceWarning, stacklevel=2)
 
 
-def _leave(ownership: _Ownership, key: int) -> None:
-    for parent in ownership.parents:
-        parent.children.pop(key, None)
+def _do_nothing(pointer: CData) -> None:
+    """Most objects need nothing first."""

@@ -20,7 +20,7 @@ from kvxfer.errors import VerbsLibraryError, VerbsLibraryOldError
 from kvxfer.verbs.abi import ffi
 from kvxfer.verbs.enums import OPTIONAL_ACCESS
 
-__all__ = ["CData", "FastCalls", "VerbsLibrary", "errno_name", "errno_text", "ffi", "load_library"]
+__all__ = ["CData", "FastCalls", "VerbsLibrary", "errno_name", "errno_of", "errno_text", "ffi", "load_library"]
 
 CData = Any
 """A cffi pointer or struct; cffi has no static type for them."""
@@ -346,6 +346,14 @@ def _has(lib: CData, name: str) -> bool:
     except (AttributeError, ffi.error):  # cffi's own where the library, rather than the declaration, lacks it
         return False
     return True
+
+
+def errno_of(result: int) -> int:
+    """Return the error number of a call that gave `result`, 0 for success; to be asked at once.
+
+    The man pages promise the number; some drivers' libraries return -1 and leave it in errno.
+    """
+    return result if result >= 0 else ffi.errno or errno.EIO
 
 
 def errno_name(number: int) -> str:

@@ -6,14 +6,15 @@
 #   LAB_TESTS=...       what pytest runs (tests/lab, and in the guest wire the conformance suite over rdma: all of it in
 #                       User-Mode Linux, a part of it in QEMU); LAB_ARGS=... more of its options
 #   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 5)
-#   LAB_TIMEOUT_S=...   what all guests together may take (1080)
+#   LAB_TIMEOUT_S=...   what all guests together may take (1080; in User-Mode Linux, with its 50 rounds, 2400)
 # Ends with the status of the first guest that failed; a guest that does not boot is a failure.
 set -Eeuo pipefail
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$lab/../.."
 python=$PWD/.venv/bin/python
 machine=${LAB:-qemu}
-deadline=$((SECONDS + ${LAB_TIMEOUT_S:-1080}))
+if [[ $machine == uml ]]; then timeout_s=2400; else timeout_s=1080; fi
+deadline=$((SECONDS + ${LAB_TIMEOUT_S:-$timeout_s}))
 read -ra topologies <<<"${LAB_TOPOLOGIES:-wire simple ipv6 mtu gids port-down split}"
 read -ra tests <<<"${LAB_TESTS:-tests/lab}"
 conformance=()

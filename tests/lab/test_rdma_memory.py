@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,16 +46,14 @@ def test_rows_across_every_border_of_chunks_on_both_sides(opcode: str) -> None:
         expected = {"near": pattern(REGION_NBYTES, 1), "far": pattern(REGION_NBYTES, 2)}
         here.array[:] = expected["near"]
         there.fill(expected["far"])
-        # each border here with each border there, a little off it, not all alike
-        rows = np.array(
-            [
-                (mine - 700 + (mine >> 20) * 31, theirs - 900 + (theirs >> 20) * 57, 1500 + (mine + theirs) % 331)
-                for mine, theirs in itertools.product(borders, borders)
-            ]
-        )
-        for local, remote, nbytes in rows:
+        for shift in range(len(borders)):  # each border here with each border there, a little off it, not all alike
+            pairs = [(mine, borders[(at + shift) % len(borders)]) for at, mine in enumerate(borders)]
+            local, remote, nbytes = np.array(
+                [(m - 700 + (m >> 20) * 31, t - 900 + (t >> 20) * 57, 1500 + (m + t) % 331) for m, t in pairs]
+            ).T
             move(segment, here.address + local, there.address + remote, nbytes)
-            copy(expected, opcode, local, remote, nbytes)
+            for row in zip(local, remote, nbytes, strict=True):
+                copy(expected, opcode, *row)
         assert np.array_equal(here.array, expected["near"])
         assert np.array_equal(there.array(), expected["far"])
 
@@ -74,11 +71,17 @@ def test_rows_across_every_border_of_chunks_on_both_sides(opcode: str) -> None:
 def copy(content: dict[str, Any], opcode: str, local: int, remote: int, nbytes: int) -> None:
     """Do to the model what a row does; memory that is mapped again and again begins anew at its end."""
     near, far = content["near"], content["far"]
-    mine, theirs = (local + np.arange(nbytes)) % len(near), (remote + np.arange(nbytes)) % len(far)
+    mine, theirs = place(local, nbytes, len(near)), place(remote, nbytes, len(far))
     if opcode == "write":
         far[theirs] = near[mine]
     else:
         near[mine] = far[theirs]
+
+
+def place(offset: int, nbytes: int, size: int) -> Any:
+    """Where bytes of a region lie in memory of `size` bytes."""
+    start = offset % size
+    return slice(start, start + nbytes) if start + nbytes <= size else (start + np.arange(nbytes)) % size
 
 
 @pytest.mark.timeout(280)
