@@ -10,11 +10,12 @@ behind a connected queue pair is the rdma transport's.
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from kvxfer.errors import (
     VerbsError,
 )
 from kvxfer.log import get_logger
-from kvxfer.memory.slices import Integers, as_columns, coalesce, locate
+from kvxfer.memory.slices import IndexColumn, Integers, as_columns, coalesce, locate
 from kvxfer.mooncake.descriptor import BufferDescriptor, DeviceDescriptor, SegmentDescriptor
 from kvxfer.mooncake.frames import MessageKind
 from kvxfer.mooncake_calls import ask
@@ -40,7 +41,7 @@ from kvxfer.transports.rdma_endpoint import RdmaEndpoint
 from kvxfer.transports.rdma_ladder import QueuePairAttributes
 from kvxfer.transports.rdma_queue import SendQueue, close_all
 from kvxfer.transports.rdma_rail import Rail
-from kvxfer.types import Opcode, RegionDescriptor, Rights
+from kvxfer.types import AddressColumn, Opcode, RegionDescriptor, Rights
 from kvxfer.verbs.enums import Access, GidType, LinkLayer, Mtu
 from kvxfer.verbs.gid_candidate import GidCandidate
 from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
@@ -66,6 +67,8 @@ PSN = 0
 ENDPOINTS_MAX = 4096
 """Connections that Mooncake processes may hold here."""
 GIVE_UP_S = 1.0
+CLOSE_S = 5.0
+"""How long `close` waits for connections that are being made: one that came later would be made on a closed device."""
 
 log = get_logger(__name__)
 
@@ -87,6 +90,15 @@ def rdma_buffers(nics: Sequence[Nic], regions: Sequence[Any]) -> tuple[BufferDes
             keys = tuple(chunk[2] for chunk in chunks)
             found.append(BufferDescriptor("*", chunks[0][0], chunks[0][1], rkeys=keys, lkeys=keys))
     return tuple(found)
+
+
+class _Memory(NamedTuple):
+    """What a process told of itself last, replaced whole: regions ascending in address, with their keys by device."""
+
+    descriptor: SegmentDescriptor
+    regions: tuple[RegionDescriptor, ...]
+    starts: AddressColumn
+    ends: AddressColumn
 
 
 class MooncakeRdmaPeer:
@@ -112,11 +124,13 @@ class MooncakeRdmaPeer:
         self._config = config
         self._refresh = refresh
         self._lock = threading.Lock()
-        self._pairs: list[QueuePair] = []
+        self._passive: dict[str, list[QueuePair]] = {}
+        """By the label of their rail: the queue pairs beside the one that is used, over which the process may come."""
         self._closed: KvxferError | None = None
-        self._numbers = iter(range(1, 1 << 62))
-        self._take(descriptor)
-        self._endpoint = self._make_endpoint()
+        self._numbers = itertools.count(1)
+        self._region_ids = itertools.count()  # never used twice: an endpoint remembers keys by them
+        self._memory = self._read(descriptor)
+        self._endpoint = self._make_endpoint(descriptor)
 
     def transfer(self, opcode: Opcode, local: Integers, remote: Integers, nbytes: Integers, *, deadline: float) -> None:
         """Move rows between registered local memory and the peer's; returns when every byte is in place.
@@ -143,21 +157,23 @@ class MooncakeRdmaPeer:
 
     def close(self) -> None:
         """Drop the connections; transfers that run fail. Tolerated twice."""
-        self._closed = self._closed or ClosedError(f"{self.name} was closed.", remedy="Open it again.")
-        self._endpoint.close(self._closed)
         with self._lock:
-            pairs, self._pairs = self._pairs, []
-        close_all(*pairs)
+            self._closed = self._closed or ClosedError(f"{self.name} was closed.", remedy="Open it again.")
+            passive, self._passive = self._passive, {}
+        self._endpoint.close(self._closed)
+        for queue_pairs in passive.values():
+            close_all(*queue_pairs)
 
     def _plan(self, opcode: Opcode, columns: tuple[Any, Any, Any]) -> Transfer:
+        memory = self._memory
         try:
-            index = self._locate(columns)
+            index = self._locate(memory, columns)
         except KvxferError:
-            self._take(self._refresh())
-            index = self._locate(columns)
+            memory = self._memory = self._read(self._refresh())
+            index = self._locate(memory, columns)
         local, remote, nbytes, first_row = coalesce(*columns, remote_region=index)
         used = np.unique(index)
-        regions = tuple(self._regions[at] for at in used)
+        regions = tuple(memory.regions[at] for at in used)
         return Transfer.of_columns(
             opcode,
             regions,
@@ -170,30 +186,29 @@ class MooncakeRdmaPeer:
             row_count=len(columns[0]),
         )
 
-    def _locate(self, columns: tuple[Any, Any, Any]) -> Any:
+    def _locate(self, memory: _Memory, columns: tuple[Any, Any, Any]) -> IndexColumn:
         return locate(
             columns[1],
             columns[2],
-            self._starts,
-            self._ends,
+            memory.starts,
+            memory.ends,
             side=f"remote ({self.name})",
-            regions=self._regions,
+            regions=memory.regions,
         )
 
-    def _take(self, descriptor: SegmentDescriptor) -> None:
-        """Make the descriptor's buffers regions, with their keys by device."""
+    def _read(self, descriptor: SegmentDescriptor) -> _Memory:
+        """Make the descriptor's buffers regions."""
         if "rdma" not in descriptor.protocols or not descriptor.devices:
             raise TransportUnavailableError(
                 f"{self.name} is reached over {', '.join(descriptor.protocols)} only, not over rdma.",
                 remedy="Look at its log: Mooncake goes over to tcp without a word where it finds no device.",
                 reasons={"rdma": "the descriptor has no rdma device"},
             )
-        self._descriptor = descriptor
         names = [device.name for device in descriptor.devices]
         buffers = sorted((one for one in descriptor.buffers_over("rdma") if one.rkeys), key=lambda one: one.address)
-        self._regions = tuple(
+        regions = tuple(
             RegionDescriptor(
-                at,
+                next(self._region_ids),
                 "",
                 buffer.address,
                 buffer.nbytes,
@@ -207,26 +222,21 @@ class MooncakeRdmaPeer:
                     }
                 },
             )
-            for at, buffer in enumerate(buffers, self._next_region_id(len(buffers)))
+            for buffer in buffers
         )
-        self._starts = np.array([one.address for one in self._regions], np.int64)
-        self._ends = np.array([one.end for one in self._regions], np.int64)
-        if (self._starts[1:] < self._ends[:-1]).any():
+        starts = np.array([one.address for one in regions], np.int64)
+        ends = np.array([one.end for one in regions], np.int64)
+        if (starts[1:] < ends[:-1]).any():
             raise RemoteProtocolError(f"buffers in the descriptor of {self.name} overlap.", peer=self.name)
-
-    def _next_region_id(self, count: int) -> int:
-        """Ids are never used twice: an endpoint remembers keys by them."""
-        first = getattr(self, "_region_count", 0)
-        self._region_count = first + count
-        return first
+        return _Memory(descriptor, regions, starts, ends)
 
     # Connecting.
 
-    def _make_endpoint(self) -> RdmaEndpoint:
+    def _make_endpoint(self, descriptor: SegmentDescriptor) -> RdmaEndpoint:
         rails: list[Rail] = []
         conflicts: list[str] = []
         used: set[str] = set()
-        pairs = [(nic, device) for nic in self._nics for device in self._descriptor.devices]
+        pairs = [(nic, device) for nic in self._nics for device in descriptor.devices]
         for nic, device in sorted(pairs, key=lambda pair: pair[0].context.name != pair[1].name):
             offer = _offer_of(device, nic)
             conflict = find_conflict(nic.offer(), offer)
@@ -291,16 +301,26 @@ class MooncakeRdmaPeer:
                     reasons={"rdma": error.message},
                 ) from error
             raise
-        with self._lock:
-            self._pairs += queue_pairs[1:]
+        self._hold(rail, queue_pairs[1:])
         rail.number = next(self._numbers)
         rail.note_connected(gids, attributes, ())
         return SendQueue(queue_pairs[0], completions, channel)
 
+    def _hold(self, rail: Rail, queue_pairs: list[QueuePair]) -> None:
+        """Keep the queue pairs beside the one that is used, in place of those of the rail's last connection."""
+        with self._lock:
+            if self._closed is None:
+                unused = self._passive.get(rail.label, [])
+                self._passive[rail.label] = queue_pairs
+            else:  # closed meanwhile: the mender closes the one that would have been used
+                unused = queue_pairs
+        close_all(*unused)
+
     def _ask(
         self, rail: Rail, gids: GidPair | None, queue_pairs: Sequence[QueuePair], deadline: float, *, is_ready: bool
     ) -> dict[str, Any]:
-        server = self._descriptor.rdma_server_name or self._descriptor.name
+        descriptor = self._memory.descriptor
+        server = descriptor.rdma_server_name or descriptor.name
         at = parse_host_port(self.name)
         candidate = gids.local if gids is not None else rail.nic.choice.best
         answer = ask(
@@ -347,7 +367,8 @@ class MooncakeRdmaAnswer:
         self._nics = {nic.context.name: nic for nic in reversed(nics)}
         self._config = config
         self._own_name = own_name
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
+        self._making_count = 0
         self._held: dict[tuple[str, str], tuple[list[int], list[QueuePair]]] = {}
         self._is_closed = False
 
@@ -363,37 +384,58 @@ class MooncakeRdmaAnswer:
             there = ", ".join(f"{self._own_name()}@{name}" for name in self._nics)
             raise PeerRefusedError(f"there is no {clean(own)} here; there is {there}.")
         numbers = _qp_numbers(asked, None, other)
-        with self._lock:
+        with self._changed:
             held = self._held.get((own, other))
         if held is not None and held[0] == numbers:
             return self._reply(nic, own, other, held[1], is_ready=bool(asked.get("ready_ack")))
-        made = self._make(nic, asked, numbers)
-        with self._lock:
-            if self._is_closed or len(self._held) >= ENDPOINTS_MAX:
-                refused, replaced = True, []
-            else:
-                refused, replaced = False, self._held.get((own, other), ([], []))[1]
-                self._held[own, other] = (numbers, made)
-        if refused:
-            close_all(*made)
-            raise PeerRefusedError(f"this process holds {ENDPOINTS_MAX} connections of Mooncake processes already.")
-        close_all(*replaced)
+        with self._changed:
+            self._check_room((own, other))
+            self._making_count += 1
+        try:
+            made = self._make(nic, asked, numbers)
+            self._hold((own, other), numbers, made)
+        finally:
+            with self._changed:
+                self._making_count -= 1
+                self._changed.notify_all()
         log.info("mooncake.connected", nic=nic.name, peer=clean(other), queue_pairs=len(made))
         return self._reply(nic, own, other, made, is_ready=False)
 
     def close(self) -> None:
-        """Destroy all connections; make no more."""
-        with self._lock:
+        """Destroy all connections; make no more, and wait for those that are being made."""
+        with self._changed:
             self._is_closed = True
             held, self._held = self._held, {}
         for _, queue_pairs in held.values():
             close_all(*queue_pairs)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._making_count, CLOSE_S):
+                log.warning("rdma.close_failed", error="a connection of a Mooncake process is still being made.")
+
+    def _check_room(self, place: tuple[str, str]) -> None:
+        """Raise PeerRefusedError where there is no room for a connection; the lock is held."""
+        if self._is_closed:
+            raise PeerRefusedError("this process takes no connections any more: it is closing.")
+        if place not in self._held and len(self._held) >= ENDPOINTS_MAX:
+            raise PeerRefusedError(f"this process holds {ENDPOINTS_MAX} connections of Mooncake processes already.")
+
+    def _hold(self, place: tuple[str, str], numbers: list[int], made: list[QueuePair]) -> None:
+        """Keep a connection, in place of the one that the process had here. Raises PeerRefusedError."""
+        try:
+            with self._changed:
+                self._check_room(place)
+                replaced = self._held.get(place, ([], []))[1]
+                self._held[place] = (numbers, made)
+        except PeerRefusedError:
+            close_all(*made)
+            raise
+        close_all(*replaced)
 
     def _make(self, nic: Nic, asked: Mapping[str, Any], numbers: list[int]) -> list[QueuePair]:
         nic.refresh()
         gid = _parse_gid(_text(asked, "local_gid"))
         lid = asked.get("local_lid", 0)
-        if not isinstance(lid, int) or not 0 <= lid <= 0xFFFF or (gid is None and not lid):
+        if type(lid) is not int or not 0 <= lid <= 0xFFFF or (gid is None and not lid):
             raise PeerRefusedError(f"a connection without a usable local_gid or local_lid: {str(asked)[:200]}")
         offer = _offer_of(DeviceDescriptor("peer", lid, _gid_text(gid) if gid else ""), nic)
         pairs = rank_gid_pairs(nic.choice.offered, offer.gids)

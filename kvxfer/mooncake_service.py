@@ -216,18 +216,27 @@ class MooncakeService:
             reply(encode(MessageKind.NOTIFY, {"name": "", "notify_msg": "success"}))
         elif message.kind is MessageKind.PROBE:
             reply(encode(MessageKind.PROBE, {"status": "success"}))
-        elif self._connect is None or not self._connecting.acquire(blocking=False):
-            reply(self._answer_connection(message, message.fields(), label))
         else:
-            asked = message.fields()
+            self._connect_in_thread(message, message.fields(), label, reply)
 
-            def connect() -> None:
-                try:
-                    reply(self._answer_connection(message, asked, label, self._connect))
-                finally:
-                    self._connecting.release()
+    def _connect_in_thread(
+        self, message: Message, asked: Mapping[str, Any], label: str, reply: Callable[[bytes], None]
+    ) -> None:
+        if self._connect is None or not self._connecting.acquire(blocking=False):
+            reply(self._answer_connection(message, asked, label))
+            return
 
+        def connect() -> None:
+            try:
+                reply(self._answer_connection(message, asked, label, self._connect))
+            finally:
+                self._connecting.release()
+
+        try:
             threading.Thread(target=connect, name="kvxfer-mooncake-connect", daemon=True).start()
+        except BaseException:  # no more threads: the next message may find one
+            self._connecting.release()
+            raise
 
     def _answer_connection(
         self, message: Message, asked: Mapping[str, Any], label: str, connect: Connect | None = None

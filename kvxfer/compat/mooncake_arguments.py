@@ -19,6 +19,8 @@ from kvxfer.types import ADDRESS_MAX, AddressColumn
 __all__ = ["Rows", "take_column", "take_int", "take_text"]
 
 UNSIGNED_MAX = 2**64 - 1
+TOTAL_MAX = 2**62
+"""Bytes of one transfer: sums of lengths must fit an int64."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,12 @@ class Rows:
                     f"{name} has {int(column[row]):#x}, which no process can have.",
                     remedy="Check how the addresses and lengths are computed.",
                 )
-        total = int(nbytes.sum(dtype=np.float64)) if len(nbytes) else 0  # only bounds the time; never wraps
+        total = int(nbytes.sum(dtype=np.float64)) if len(nbytes) else 0  # never wraps
+        if total > TOTAL_MAX:
+            raise UsageError(
+                f"the lengths make {total:.3g} bytes, which no process can have.",
+                remedy="Check how the addresses and lengths are computed.",
+            )
         return cls(
             local.astype(np.int64, copy=False),
             remote.astype(np.int64, copy=False),

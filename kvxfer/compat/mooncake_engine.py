@@ -7,11 +7,12 @@ turns into a code. Read next: `mooncake_running.py`, what does the work; docs/mo
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kvxfer import EngineConfig, Opcode, UnsupportedError, UsageError
+from kvxfer import EngineConfig, MemoryArgumentError, Opcode, UnsupportedError, UsageError
 from kvxfer.compat.mooncake_arguments import Rows, take_column, take_int, take_text
 from kvxfer.compat.mooncake_codes import Answer, Code, answer
 from kvxfer.compat.mooncake_memory import copy_bytes
@@ -20,6 +21,7 @@ from kvxfer.compat.mooncake_settings import P2P, Wish
 from kvxfer.compat.mooncake_topology import NO_TOPOLOGY, local_topology
 from kvxfer.compat.mooncake_types import InnerTransferEngine, TransferNotify, TransferOpcode
 from kvxfer.system.iovec import address_of
+from kvxfer.types import ADDRESS_MAX
 
 __all__ = ["TransferEngine"]
 
@@ -37,6 +39,7 @@ class TransferEngine:
 
     def __init__(self) -> None:
         self._running: Running | None = None
+        self._initializing = threading.Lock()
         self._finalizer: weakref.finalize[[Running], TransferEngine]
 
     # Life.
@@ -74,13 +77,14 @@ class TransferEngine:
         )
 
         def start() -> int:
-            before, self._running = self._running, None
-            if before is not None:  # first, as Mooncake does it: the new one may want its name or its port
-                before.close()
-                self._finalizer.detach()
-            running = Running(wish, os.environ)
-            self._finalizer = close_with(self, running)
-            self._running = running
+            with self._initializing:  # else one of two would be started and forgotten
+                before, self._running = self._running, None
+                if before is not None:  # first, as Mooncake does it: the new one may want its name or its port
+                    before.close()
+                    self._finalizer.detach()
+                running = Running(wish, os.environ)
+                self._finalizer = close_with(self, running)
+                self._running = running
             return Code.OK
 
         return int(answer(call, None, start))
@@ -153,6 +157,12 @@ class TransferEngine:
         address, nbytes = take_int(call, "source_address", source_address), take_int(call, "length", length)
         if not nbytes:
             return b""
+        if nbytes > ADDRESS_MAX:
+            raise MemoryArgumentError(
+                f"{nbytes} bytes are to be read; no process has so many.",
+                remedy="Check how the length is computed.",
+                nbytes=nbytes,
+            )
         data = bytearray(nbytes)
         copy_bytes(address_of(data), address, nbytes)
         return bytes(data)

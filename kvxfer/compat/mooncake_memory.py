@@ -74,7 +74,11 @@ class BufferPool:
         """Take a piece back; raises NotRegisteredError for an address that is none, or was taken back already."""
         region = self._large.pop(address, None)
         if region is not None:
-            self._engine.unregister(region)
+            try:
+                self._engine.unregister(region)
+            except BaseException:
+                self._large[address] = region  # in use still: it can be asked for again
+                raise
             return
         with self._lock:
             if address not in self._used:

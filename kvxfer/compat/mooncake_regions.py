@@ -37,8 +37,8 @@ class Registrations:
         made: list[Region] = []
         try:
             for address, nbytes in ranges:
-                self._claim(address, nbytes)
-                claimed.append(address)
+                if self._claim(address, nbytes):
+                    claimed.append(address)
             for one in ranges:
                 made.append(self._register(one))
         except BaseException:
@@ -62,9 +62,12 @@ class Registrations:
         if first is not None:
             raise first
 
-    def _claim(self, address: int, nbytes: int) -> None:
+    def _claim(self, address: int, nbytes: int) -> bool:
+        """Take an address; whether it is taken now and was not before: an empty range, which `_register` refuses, may
+        begin where another one is registered."""
         with self._lock:
-            if address in self._taken and nbytes:
+            is_taken = address in self._taken
+            if is_taken and nbytes:
                 raise RegionOverlapError(
                     f"[{address:#x}, {address + nbytes:#x}) overlaps memory that is registered from there on.",
                     remedy="Register memory once, and unregister it before it is registered anew.",
@@ -72,6 +75,7 @@ class Registrations:
                     nbytes=nbytes,
                 )
             self._taken.add(address)
+            return not is_taken
 
     def _register(self, one: tuple[int, int]) -> Region:
         try:

@@ -1,7 +1,8 @@
 """The network interfaces of this host and their addresses, as getifaddrs(3) and /sys/class/net tell them.
 
 "This host" is the network namespace of this process: an interface that is not here cannot send for it. Read by
-`verbs/gid.py`, which judges RoCE addresses by it, and by the engine, which looks for the address to tell its peers.
+`verbs/gid_candidate.py`, which judges RoCE addresses by it, and by the engine, which looks for the address to tell its
+peers.
 """
 
 from __future__ import annotations

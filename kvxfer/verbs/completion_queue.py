@@ -9,16 +9,18 @@ from __future__ import annotations
 import errno
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import VerbsError
+from kvxfer.errors import UsageError, VerbsError
 from kvxfer.verbs.handle import Handle
-from kvxfer.verbs.library import errno_text, ffi
+from kvxfer.verbs.library import errno_of, errno_text, ffi
 
 if TYPE_CHECKING:
     from kvxfer.verbs.device import Context
+    from kvxfer.verbs.library import CData, VerbsLibrary
 
 __all__ = ["WC_DTYPE", "CompletionChannel", "CompletionQueue"]
 
@@ -58,11 +60,12 @@ class CompletionChannel(Handle):
     def __init__(self, context: Context) -> None:
         pointer = context.library.ibv_create_comp_channel(context.pointer)
         if pointer == ffi.NULL:
+            number = ffi.errno
             raise VerbsError(
-                f"ibv_create_comp_channel({context.name}) failed: {errno_text(ffi.errno)}.",
+                f"ibv_create_comp_channel({context.name}) failed: {errno_text(number)}.",
                 remedy="EMFILE: raise the limit on open files (ulimit -n).",
                 verb="ibv_create_comp_channel",
-                errno=ffi.errno,
+                errno=number,
                 device=context.name,
             )
         super().__init__(
@@ -71,12 +74,13 @@ class CompletionChannel(Handle):
         self.context = context
         self.fd = int(pointer.fd)
         os.set_blocking(self.fd, False)
-        self._queues: dict[int, CompletionQueue] = {}
+        self._queues: WeakValueDictionary[int, CompletionQueue] = WeakValueDictionary()
+        """By address; weak, because each queue keeps its channel alive."""
         self._event = ffi.new("struct ibv_cq **")
         self._event_context = ffi.new("void **")
 
     def get_event(self) -> CompletionQueue | None:
-        """Return the queue that has a completion, or None; never waits. It is acknowledged by the queue."""
+        """Return the queue that has a completion, or None; never waits. The queue acknowledges the event."""
         if self.library.ibv_get_cq_event(self.pointer, self._event, self._event_context) != 0:
             number = ffi.errno
             if number in (errno.EAGAIN, errno.EINTR):
@@ -110,17 +114,20 @@ class CompletionQueue(Handle):
         comp_vector: int = 0,
         poll_count: int = 64,
     ) -> None:
+        if poll_count < 1:
+            raise UsageError(f"a poll of {poll_count} completions.", remedy="Give a poll_count of 1 at least.")
         pointer = context.library.ibv_create_cq(
             context.pointer, cqe, ffi.NULL, ffi.NULL if channel is None else channel.pointer, comp_vector
         )
         if pointer == ffi.NULL:
+            number = ffi.errno
             raise VerbsError(
-                f"ibv_create_cq({context.name}, {cqe} completions) failed: {errno_text(ffi.errno)}; the device allows "
+                f"ibv_create_cq({context.name}, {cqe} completions) failed: {errno_text(number)}; the device allows "
                 f"{context.limits.max_cqe} a queue and {context.limits.max_cq} queues.",
                 remedy="EINVAL: ask for fewer completions. ENOMEM: raise the locked-memory limit (ulimit -l), or close "
                 "other users of the device.",
                 verb="ibv_create_cq",
-                errno=ffi.errno,
+                errno=number,
                 device=context.name,
                 cqe=cqe,
             )
@@ -135,7 +142,8 @@ class CompletionQueue(Handle):
         self._count_max = poll_count
         self._poll = context.fast_calls.poll_cq
         self._request = context.fast_calls.req_notify_cq
-        self._events_unacknowledged = 0
+        self._events = _Events(context.library)
+        self._ownership.before_destroy = self._events.acknowledge
         if channel is not None:
             channel._queues[int(ffi.cast("uintptr_t", pointer))] = self
 
@@ -144,17 +152,17 @@ class CompletionQueue(Handle):
         count = self._poll(self.pointer, self._count_max, self._buffer)
         if count < 0:
             raise VerbsError(
-                f"ibv_poll_cq({self.context.name}) failed: {errno_text(-count)}.",
+                f"ibv_poll_cq({self.context.name}) failed: it returned {count}.",
                 remedy="The completion queue overran or the device failed: the queue pairs on it are lost.",
                 verb="ibv_poll_cq",
-                errno=-count,
+                errno=errno.EIO,  # the driver's own negative number is none (ibv_poll_cq(3); -2 on mlx5)
                 device=self.context.name,
             )
         return self._completions[:count]
 
     def request_notification(self, *, solicited_only: bool = False) -> None:
         """Have the channel become readable at the next completion, once."""
-        error = self._request(self.pointer, int(solicited_only))
+        error = errno_of(self._request(self.pointer, int(solicited_only)))
         if error:
             raise VerbsError(
                 f"ibv_req_notify_cq({self.context.name}) failed: {errno_text(error)}.",
@@ -166,20 +174,24 @@ class CompletionQueue(Handle):
 
     def count_event(self) -> None:
         """Note an event that the channel gave for this queue; acknowledged in bulk."""
-        self._events_unacknowledged += 1
-        if self._events_unacknowledged >= ACKNOWLEDGE_EVERY:
-            self.acknowledge_events()
-
-    def acknowledge_events(self) -> None:
-        """Acknowledge all events so far; destroying a queue waits for that for ever (ibv_destroy_cq(3))."""
-        if self._events_unacknowledged:
-            self.library.ibv_ack_cq_events(self.pointer, self._events_unacknowledged)
-            self._events_unacknowledged = 0
-
-    def _before_destroy(self) -> None:
-        self.acknowledge_events()
-        if self.channel is not None:
-            self.channel._queues.pop(int(ffi.cast("uintptr_t", self.pointer)), None)
+        self._events.count += 1
+        if self._events.count >= ACKNOWLEDGE_EVERY:
+            self._events.acknowledge(self.pointer)
 
     def _facts(self) -> dict[str, Any]:
         return {"device": self.context.name, "cqe": self.cqe}
+
+
+class _Events:
+    """The events of one queue that are not acknowledged yet: destroying it waits for that for ever
+    (ibv_destroy_cq(3)), also where it is destroyed because it was dropped."""
+
+    def __init__(self, library: VerbsLibrary) -> None:
+        self._library = library
+        self.count = 0
+
+    def acknowledge(self, pointer: CData) -> None:
+        """Acknowledge all so far."""
+        if self.count:
+            self._library.ibv_ack_cq_events(pointer, self.count)
+            self.count = 0

@@ -1,8 +1,8 @@
 """RDMA devices: which there are, what they can do, what their ports are like, what happens to them.
 
 `list_devices` -> `Device` (a name) -> `open` -> `Context` (the open device), from which everything else is made. Facts
-are frozen dataclasses with the names that <infiniband/verbs.h> gives them. Read next: `gid.py` and `port.py`, which
-choose; `protection_domain.py`, `completion_queue.py`, `queue_pair.py`, which are made from a Context.
+are frozen dataclasses with the names that <infiniband/verbs.h> gives them. Read next: `gid_choice.py` and `port.py`,
+which choose; `protection_domain.py`, `completion_queue.py`, `queue_pair.py`, which are made from a Context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvxfer.errors import (
 )
 from kvxfer.verbs.enums import EventType, LinkLayer, Mtu, NodeType, PortState, TransportType
 from kvxfer.verbs.handle import Handle
-from kvxfer.verbs.library import VerbsLibrary, errno_text, ffi, load_library
+from kvxfer.verbs.library import VerbsLibrary, errno_of, errno_text, ffi, load_library
 
 if TYPE_CHECKING:
     from kvxfer.verbs.completion_queue import CompletionChannel, CompletionQueue
@@ -208,12 +208,16 @@ class Context(Handle):
         self.device = device
         self.name = device.name
         self.fast_calls = device.library.fast_calls(pointer)
-        self.limits = self._query_limits()
-        os.set_blocking(int(pointer.async_fd), False)
+        try:
+            self.limits = self._query_limits()
+            os.set_blocking(int(pointer.async_fd), False)
+        except BaseException:
+            self.close()
+            raise
 
     def _query_limits(self) -> DeviceLimits:
         attributes = ffi.new("struct ibv_device_attr *")
-        self._check("ibv_query_device", self.library.ibv_query_device(self.pointer, attributes))
+        self._check("ibv_query_device", errno_of(self.library.ibv_query_device(self.pointer, attributes)))
         values = {field.name: getattr(attributes, field.name) for field in dataclasses.fields(DeviceLimits)}
         for name in ("node_guid", "sys_image_guid"):
             values[name] = _guid_text(values[name])
@@ -228,7 +232,8 @@ class Context(Handle):
     def query_port(self, number: int) -> Port:
         """Return what port `number` (from 1) is like now."""
         attributes = ffi.new("struct ibv_port_attr *")
-        self._check("ibv_query_port", self.library.ibv_query_port(self.pointer, number, attributes), port=number)
+        error = errno_of(self.library.ibv_query_port(self.pointer, number, attributes))
+        self._check("ibv_query_port", error, port=number)
         values = {
             field.name: getattr(attributes, field.name)
             for field in dataclasses.fields(Port)
@@ -243,7 +248,7 @@ class Context(Handle):
         return [self.query_port(number) for number in range(1, self.limits.phys_port_cnt + 1)]
 
     def query_gid_table(self, port: int) -> GidTable:
-        """Return the rows of a port's GID table that hold something, with what the host's network says of each."""
+        """Return the rows of a port's GID table that hold something, with the network interface of each."""
         from kvxfer.verbs.gid import read_gid_table
 
         return read_gid_table(self, self.query_port(port))
@@ -311,7 +316,7 @@ class _DeviceList:
     def __init__(self, library: VerbsLibrary) -> None:
         count = ffi.new("int *")
         self.pointer = library.ibv_get_device_list(count)
-        self.errno = ffi.errno if self.pointer == ffi.NULL else 0
+        self.errno = (ffi.errno or errno.EIO) if self.pointer == ffi.NULL else 0
         self.count = 0 if self.errno else count[0]
         self._free = library.ibv_free_device_list
 

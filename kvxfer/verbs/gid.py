@@ -93,7 +93,8 @@ def format_gid(value: bytes) -> str:
 def read_gid_table(context: Context, port: Port, interfaces: Sequence[Interface] | None = None) -> GidTable:
     """Return the table of a port. interfaces: of this host, where they have been listed already.
 
-    Never raises: a row that cannot be read counts as empty, and a port without a table (iWARP) has no rows.
+    A row that cannot be read counts as empty, and a port without a table (iWARP) has no rows. Raises VerbsError where
+    the device does not tell of its ports any more.
     """
     entries = _query_table(context, port, _interface_names(interfaces))
     if entries is None:  # a library older than 32 has no call for it

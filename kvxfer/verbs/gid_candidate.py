@@ -10,6 +10,7 @@ import enum
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvxfer.errors import RemoteProtocolError
@@ -67,7 +68,7 @@ class GidCandidate:
     is_vlan: bool = False
     index: int | None = field(default=None, compare=False)
 
-    @property
+    @cached_property
     def address(self) -> IpAddress:
         """The IP address that the GID is on RoCE."""
         return gid_address(self.value)
@@ -77,7 +78,7 @@ class GidCandidate:
         """Whether it is a GID of an InfiniBand subnet, not an IP address."""
         return self.type is GidType.IB
 
-    @property
+    @cached_property
     def scope(self) -> GidScope:
         """How far it carries; InfiniBand's link-local prefix is its usual one and says nothing."""
         address = self.address
@@ -87,7 +88,7 @@ class GidCandidate:
             return GidScope.LOOPBACK
         return GidScope.LINK_LOCAL if address.is_link_local else GidScope.ROUTABLE
 
-    @property
+    @cached_property
     def subnet(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         """The subnet of a routable RoCE address, where its prefix is known. All links have the link-local subnet."""
         if self.prefix_nbits is None or self.is_infiniband or self.scope is not GidScope.ROUTABLE:

@@ -211,14 +211,17 @@ def rank_gid_pairs(local: Sequence[GidCandidate], remote: Sequence[GidCandidate]
     and the kernel resolves a peer's address in the family of the own one.
     """
     found = []
+    others = [(theirs, rank_candidate(theirs)) for theirs in _distinct(remote)]
     for row, ours in enumerate(_distinct(local)):
-        for other_row, theirs in enumerate(_distinct(remote)):
+        own_rank = rank_candidate(ours)
+        for other_row, (theirs, other_rank) in enumerate(others):
             if ours.type is theirs.type and (ours.is_infiniband or ours.address.version == theirs.address.version):
-                rank = rank_pair(ours, theirs)
+                rank = _pair_rank(ours, theirs, own_rank, other_rank)
                 # every part is the same seen from the other end: no "ours before theirs"
                 key = (rank, max(row, other_row), min(row, other_row), sorted([ours.value, theirs.value]))
-                found.append((key, GidPair(ours, theirs, rank, _why_pair(ours, theirs, rank))))
-    return [pair for _, pair in sorted(found, key=lambda item: item[0])]
+                found.append((key, ours, theirs))
+    found.sort(key=lambda item: item[0])
+    return [GidPair(ours, theirs, key[0], _why_pair(ours, theirs, key[0])) for key, ours, theirs in found]
 
 
 def rank_candidate(candidate: GidCandidate) -> GidRank:
@@ -237,8 +240,7 @@ def rank_candidate(candidate: GidCandidate) -> GidRank:
 
 def rank_pair(ours: GidCandidate, theirs: GidCandidate) -> GidRank:
     """Return how good a pair is: as good as its worse half, and better in one subnet."""
-    worse = GidRank._make(map(max, rank_candidate(ours), rank_candidate(theirs)))
-    return worse._replace(is_other_subnet=not are_in_one_subnet(ours, theirs))
+    return _pair_rank(ours, theirs, rank_candidate(ours), rank_candidate(theirs))
 
 
 def are_in_one_subnet(one: GidCandidate, other: GidCandidate) -> bool:
@@ -256,6 +258,11 @@ def are_in_one_subnet(one: GidCandidate, other: GidCandidate) -> bool:
         address in subnet for subnet, address in ((one.subnet, other.address), (other.subnet, one.address)) if subnet
     ]
     return bool(said) and all(said)
+
+
+def _pair_rank(ours: GidCandidate, theirs: GidCandidate, own_rank: GidRank, other_rank: GidRank) -> GidRank:
+    worse = GidRank._make(map(max, own_rank, other_rank))
+    return worse._replace(is_other_subnet=not are_in_one_subnet(ours, theirs))
 
 
 def _take_fixed(table: GidTable, candidates: Sequence[GidCandidate], preference: GidPreference) -> GidChoice:

@@ -34,7 +34,18 @@ class _Ownership:
     before_destroy: what must come first, with the pointer. pid: of the process whose object it is.
     """
 
-    __slots__ = ("before_destroy", "children", "closing", "destroy", "handle", "label", "parents", "pid", "pointer", "verb")
+    __slots__ = (
+        "before_destroy",
+        "children",
+        "closing",
+        "destroy",
+        "handle",
+        "label",
+        "parents",
+        "pid",
+        "pointer",
+        "verb",
+    )
 
     def __init__(
         self,
@@ -111,13 +122,17 @@ class Handle:
         Raises VerbsError where the library refuses; the object then stays, and may be closed again.
         """
         ownership = self._ownership
+        if ownership.pid != os.getpid():  # no lock here: a thread of the parent may have held it at the fork
+            for child in self.children:
+                child.close()
+            ownership.leave()
+            return
         with ownership.closing:
             if ownership.pointer is None:
                 return
             for child in reversed(self.children):
                 child.close()
-            if ownership.pid == os.getpid():
-                self._destroy()
+            self._destroy()
             ownership.leave()
             self._finalizer.detach()
 
@@ -128,7 +143,7 @@ class Handle:
         if error:
             raise VerbsError(
                 f"{ownership.verb} of {self!r} failed: {errno_text(error)}.",
-                remedy="Close the device again when its other users are done (EBUSY), or when it is back."
+                remedy="Something made from it is still in use, by another thread perhaps: close it again later."
                 if error == errno.EBUSY
                 else "The device is gone or its driver is at fault; the kernel's log says more (dmesg).",
                 verb=ownership.verb,
@@ -154,19 +169,23 @@ class Handle:
 
 
 def _drop(ownership: _Ownership) -> None:
-    """The Python object was dropped without close(): destroy what it held, and warn.
+    """The Python object was dropped without close(): destroy what it held, and warn."""
+    labels = _destroy_dropped(ownership)  # first: a warning may be an error
+    for label in labels:
+        warnings.warn(f"a {label} was never closed", ResourceWarning, stacklevel=2)
 
-    Objects of a cycle are dropped in any order, so a parent may come first: its children are nobody's any more either.
-    """
+
+def _destroy_dropped(ownership: _Ownership) -> list[str]:
+    """Destroy it, after its children: objects of a cycle are dropped in any order, and children keep their parents
+    alive, so they are nobody's any more either. Return what they were."""
     pointer = ownership.pointer
     if pointer is None or ownership.pid != os.getpid():
-        return
-    for child in reversed([*ownership.children.values()]):
-        _drop(child)
+        return []
+    labels = [label for child in reversed([*ownership.children.values()]) for label in _destroy_dropped(child)]
     ownership.leave()
     ownership.before_destroy(pointer)
-    ownership.destroy(pointer)  # first: a warning may be an error
-    warnings.warn(f"a {ownership.label} was never closed", ResourceWarning, stacklevel=2)
+    ownership.destroy(pointer)
+    return [*labels, ownership.label]
 
 
 def _do_nothing(pointer: CData) -> None:

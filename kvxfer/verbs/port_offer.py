@@ -33,6 +33,9 @@ MTU_ASSUMED = Mtu.MTU_1024
 """For a peer that does not tell its MTU: what fits into an Ethernet of 1500 bytes, RoCE's headers included."""
 ROCE_HEADERS_NBYTES = 40 + 8 + 12 + 4 + 28 + 4
 READ_DEPTH_MAX = 255  # ibv_qp_attr.max_rd_atomic is a byte
+MESSAGE_NBYTES_MIN = 4096
+"""One packet of the largest path MTU, which every port takes. A peer that offers less would have us cut a transfer into
+as many pieces as it likes."""
 DEVICE_LENGTH_MAX = 64  # IBV_SYSFS_NAME_MAX
 FULL_MEMBER = 0x8000
 PARTITION = 0x7FFF
@@ -121,7 +124,7 @@ class PortOffer:
             read_depth=ReadDepth(
                 take_int(obj, "initiator_depth", 0, READ_DEPTH_MAX), take_int(obj, "responder_depth", 0, READ_DEPTH_MAX)
             ),
-            message_nbytes_max=take_int(obj, "message_max", 1, (1 << 32) - 1),
+            message_nbytes_max=take_int(obj, "message_max", MESSAGE_NBYTES_MIN, (1 << 32) - 1),
             pkey=take_int(obj, "pkey", 0, 0xFFFF),
             gids=gids,
         )

@@ -39,11 +39,12 @@ class ProtectionDomain(Handle):
     def __init__(self, context: Context) -> None:
         pointer = context.library.ibv_alloc_pd(context.pointer)
         if pointer == ffi.NULL:
+            number = ffi.errno
             raise VerbsError(
-                f"ibv_alloc_pd({context.name}) failed: {errno_text(ffi.errno)}.",
+                f"ibv_alloc_pd({context.name}) failed: {errno_text(number)}.",
                 remedy=f"The device has {context.limits.max_pd} protection domains for all processes; close some.",
                 verb="ibv_alloc_pd",
-                errno=ffi.errno,
+                errno=number,
                 device=context.name,
             )
         super().__init__(context.library, pointer, context.library.ibv_dealloc_pd, "ibv_dealloc_pd", context)

@@ -8,7 +8,6 @@ Who knows: `qp_states.py` what each step needs, `qp_diagnosis.py` why one failed
 from __future__ import annotations
 
 import dataclasses
-import errno
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +15,7 @@ from kvxfer.errors import UsageError, VerbsError, VerbsLayoutError
 from kvxfer.log import get_logger
 from kvxfer.verbs.enums import Access, Mtu, QueuePairMask, QueuePairState, QueuePairType
 from kvxfer.verbs.handle import Handle
-from kvxfer.verbs.library import errno_text, ffi
+from kvxfer.verbs.library import errno_of, errno_text, ffi
 from kvxfer.verbs.qp_attributes import from_c, read_capabilities, to_c, to_plain, to_text
 from kvxfer.verbs.qp_capabilities import QueuePairCapabilities
 from kvxfer.verbs.qp_diagnosis import Attempt, Surroundings
@@ -174,10 +173,9 @@ class QueuePair(Handle):
         if fault is not None:
             raise step_refusal(self, state, attributes, fault)
         given = ffi.new("struct ibv_qp_attr *", to_c(state, attributes))
-        error = self.library.ibv_modify_qp(pointer, given, mask_of(attributes) | QueuePairMask.STATE)
+        error = errno_of(self.library.ibv_modify_qp(pointer, given, mask_of(attributes) | QueuePairMask.STATE))
         if error:
-            # The library returns the number; some drivers' libraries return -1 and leave it in errno.
-            attempt = Attempt(self.state, state, attributes, error if error > 0 else ffi.errno or errno.EINVAL)
+            attempt = Attempt(self.state, state, attributes, error)
             raise step_failure(self, attempt, self._look_around(attempt, port))
         transition = f"{self.state}->{state}"
         self.state = state
@@ -189,7 +187,7 @@ class QueuePair(Handle):
         """Return what the device says, by the names of struct ibv_qp_attr: `qp_state` is the true one."""
         attributes = ffi.new("struct ibv_qp_attr *")
         init = ffi.new("struct ibv_qp_init_attr *")
-        error = self.library.ibv_query_qp(self.pointer, attributes, int(_QUERIED), init)
+        error = errno_of(self.library.ibv_query_qp(self.pointer, attributes, int(_QUERIED), init))
         if error:
             raise VerbsError(
                 f"ibv_query_qp({self.label}) failed: {errno_text(error)}.",
@@ -219,6 +217,7 @@ class QueuePair(Handle):
         first = batch.first + start if start else batch.first
         error = self._post_send(self.pointer, first, self._bad_send)
         if error:
+            error = errno_of(error)
             posted = find_bad(first, self._bad_send[0], _WR_NBYTES, batch.count - start)
             self._bad_send[0] = ffi.NULL  # a driver that sets nothing at its next refusal must not be believed
             raise send_error(self, error, batch, start, posted)
@@ -236,7 +235,7 @@ class QueuePair(Handle):
         chain = self._receives or self._make_receives()
         chain[count - 1].next = ffi.NULL
         try:
-            error = self._post_recv(self.pointer, chain, self._bad_receive)
+            error = errno_of(self._post_recv(self.pointer, chain, self._bad_receive))
         finally:
             if count < self.capabilities.max_recv_wr:
                 chain[count - 1].next = chain + count

@@ -35,9 +35,11 @@ def rank_port_pairs(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> 
     found = []
     for row, ours in enumerate(local):
         for other_row, theirs in enumerate(remote):
-            if find_conflict(ours, theirs):
+            if _find_port_conflict(ours, theirs):
                 continue
             gids = next(iter(rank_gid_pairs(ours.gids, theirs.gids)), None)
+            if gids is None and (ours.gids or theirs.gids):
+                continue
             key = (
                 gids is not None and gids.is_broken,
                 gids is not None and gids.rank.is_other_subnet,
@@ -73,12 +75,17 @@ def match_ports(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> list
 
 def find_conflict(local: PortOffer, remote: PortOffer) -> str:
     """Return why two ports can never be connected; "" where nothing is known against it."""
-    if local.link_layer is not remote.link_layer:
-        return f"{local.link_layer} here, {remote.link_layer} there"
-    conflict = find_pkey_conflict(local, remote)
+    conflict = _find_port_conflict(local, remote)
     if conflict or not (local.gids or remote.gids):
         return conflict
     return "" if rank_gid_pairs(local.gids, remote.gids) else "no common kind of GID"
+
+
+def _find_port_conflict(local: PortOffer, remote: PortOffer) -> str:
+    """Return why two ports can never be connected, whatever their GIDs."""
+    if local.link_layer is not remote.link_layer:
+        return f"{local.link_layer} here, {remote.link_layer} there"
+    return find_pkey_conflict(local, remote)
 
 
 def find_shared_gids(offers: Sequence[PortOffer]) -> list[str]:

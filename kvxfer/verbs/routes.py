@@ -7,7 +7,6 @@ and says which interface is meant. What a route cannot say: whether anybody is a
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import struct
@@ -39,28 +38,32 @@ class Route:
     """The way to an address, or why there is none.
 
     problem: "" where there is a way. interface: the one it leaves by. gateway: None for an address on the same link.
+    doubt: why the kernel could not be asked (a sandbox without netlink): there may be a way, nobody knows which.
     """
 
     problem: str = ""
     interface: str = ""
     gateway: IpAddress | None = None
+    doubt: str = ""
 
     @property
     def is_reachable(self) -> bool:
-        """Whether there is a way."""
+        """Whether there is a way, or may be one."""
         return not self.problem
 
     def __str__(self) -> str:
         if self.problem:
             return self.problem
+        if self.doubt:
+            return f"unknown: {self.doubt}"
         return f"by {self.interface}" + (f" through {self.gateway}" if self.gateway else "")
 
 
 def find_route(source: IpAddress, destination: IpAddress, *, interface: str = "") -> Route:
     """Return how packets from `source`, an address of this host, go to `destination`.
 
-    interface: the only one they may leave by; a link-local IPv6 address needs one. Never raises for what the network
-    lacks. Source: rtnetlink(7), RTM_GETROUTE.
+    interface: the only one they may leave by; a link-local IPv6 address needs one. Never raises: what the network lacks
+    is the result's `problem`, what this process may not ask its `doubt`. Source: rtnetlink(7), RTM_GETROUTE.
     """
     if source.version != destination.version:
         return Route(f"{source} and {destination} are addresses of different families")
@@ -71,8 +74,10 @@ def find_route(source: IpAddress, destination: IpAddress, *, interface: str = ""
     try:
         answer = _ask(_question(source, destination, index))
     except OSError as exc:
+        return Route(doubt=f"the kernel does not tell its routes: {exc.strerror or exc}")
+    if number := _error_of(answer):
         where = f" by {interface}" if interface else ""
-        return Route(f"no route from {source} to {destination}{where}: {os.strerror(exc.errno or errno.EIO)}")
+        return Route(f"no route from {source} to {destination}{where}: {os.strerror(number)}")
     attributes = dict(_attributes(answer[HEADER.size + ROUTE.size :]))
     gateway = attributes.get(RTA_GATEWAY)
     return Route(
@@ -92,16 +97,19 @@ def _question(source: IpAddress, destination: IpAddress, interface_index: int) -
 
 
 def _ask(question: bytes) -> bytes:
-    """Return the kernel's answer; its error is raised as OSError."""
+    """Return the kernel's answer, which may be an error; raises OSError where it cannot be asked or says nothing."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as netlink:
         netlink.settimeout(ANSWER_TIMEOUT_S)
         netlink.send(question)
-        answer = netlink.recv(ANSWER_NBYTES_MAX)
-    kind = HEADER.unpack_from(answer)[1]
-    if kind == NLMSG_ERROR:
-        (number,) = struct.unpack_from("=i", answer, HEADER.size)
-        raise OSError(-number, os.strerror(-number))
-    return answer
+        return netlink.recv(ANSWER_NBYTES_MAX)
+
+
+def _error_of(answer: bytes) -> int:
+    """Return the error number that an answer is; 0 for a route."""
+    if HEADER.unpack_from(answer)[1] != NLMSG_ERROR:
+        return 0
+    (number,) = struct.unpack_from("=i", answer, HEADER.size)
+    return int(-number)
 
 
 def _attribute(kind: int, value: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 Nothing here opens a device or loads a library. A file that is missing, empty or refuses to be read means "unknown",
 never an error: containers hide some, empty slots of the GID table answer EINVAL, and drivers leave others out.
-Read next: `gid.py`, which judges the rows of the GID table.
+Read next: `gid.py`, which reads the GID table, and `gid_candidate.py`, which judges its rows.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +13,16 @@ import numpy as np
 import pytest
 
 import kvxfer
+from kvxfer import mooncake_rdma
 from kvxfer.addresses import HostPort, parse_host_port
 from kvxfer.compat.mooncake_arguments import Rows
 from kvxfer.compat.mooncake_memory import BufferPool
-from kvxfer.compat.mooncake_own import Own
+from kvxfer.compat.mooncake_own import Own, rdma_nics
 from kvxfer.compat.mooncake_target import MooncakeTarget
 from kvxfer.compat.mooncake_targets import Targets
 from kvxfer.mooncake.descriptor import SegmentDescriptor
 from kvxfer.mooncake_calls import ask_descriptor
+from kvxfer.mooncake_rdma import QUEUE_PAIRS, MooncakeRdmaAnswer
 from kvxfer.types import Rights
 from tests.support.fake_engines import FakeHosts, fake_hosts
 from tests.support.fake_verbs import connectx
@@ -130,3 +134,106 @@ def test_name_of_nobody_is_told_at_once(hosts: FakeHosts) -> None:
 
     assert time.monotonic() - begun < 1.0
     targets.close()
+
+
+def test_new_connections_leave_nothing_of_the_old_ones(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two queue pairs one is used; the other must go with it, or each link flap leaks one."""
+    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.001)
+    a, b = hosts.engine("a"), hosts.engine("b")
+    here, there = np.zeros(NBYTES, np.uint8), np.zeros(NBYTES, np.uint8)
+    local, remote = a.register(here), b.register(there)
+    own, targets = Own(b, b.address, [0]), Targets(a, a.address, Directory(), BufferPool(a, Rights.NONE))
+    rows = Rows.of_one(local.address, remote.address, NBYTES)
+    try:
+        target = targets.find(b.address)
+        for number in range(1, 7):
+            here[:] = number
+            target.transfer(kvxfer.Opcode.WRITE, rows, None, 10.0)
+            assert (there == number).all()
+            with hosts.fabric.lock:
+                for queue_pair in hosts.libraries["a"].queue_pairs:
+                    queue_pair.to_error()
+
+        assert len(hosts.libraries["a"].queue_pairs) <= 2 * QUEUE_PAIRS  # two rails: "b" has two ports
+    finally:
+        targets.close()
+        own.close()
+    assert not hosts.libraries["a"].queue_pairs
+
+
+def ask_for(name: str, *numbers: int, is_ready: bool = False) -> dict[str, object]:
+    """What a Mooncake process at 192.0.2.1 asks of the device mlx5_0 of "b"."""
+    gid = ":".join(f"{byte:02x}" for byte in ipaddress.IPv6Address("::ffff:192.0.2.1").packed)
+    return {
+        "local_nic_path": f"{name}@mlx5_0",
+        "peer_nic_path": "b@mlx5_0",
+        "local_lid": 0,
+        "local_gid": gid,
+        "qp_num": list(numbers),
+        "ready_ack": is_ready,
+    }
+
+
+@pytest.fixture
+def answers(hosts: FakeHosts) -> Iterator[MooncakeRdmaAnswer]:
+    b = hosts.engine("b")
+    answers = MooncakeRdmaAnswer(rdma_nics(b), b.config, lambda: "b")
+    yield answers
+    answers.close()
+
+
+def test_process_that_connects_anew_is_answered_although_there_is_room_for_no_other(
+    hosts: FakeHosts, answers: MooncakeRdmaAnswer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_rdma, "ENDPOINTS_MAX", 1)
+    first = answers.answer(ask_for("one", 17, 18))
+
+    second = answers.answer(ask_for("one", 19, 20))
+
+    assert first["qp_num"] != second["qp_num"]
+    assert answers.answer(ask_for("one", 19, 20, is_ready=True))["qp_num"] == second["qp_num"]
+    assert sorted(one.number for one in hosts.libraries["b"].queue_pairs) == sorted(second["qp_num"])
+    with pytest.raises(kvxfer.PeerRefusedError, match="holds 1 connections"):
+        answers.answer(ask_for("two", 17, 18))
+
+
+def test_close_waits_for_a_connection_that_is_being_made(hosts: FakeHosts, answers: MooncakeRdmaAnswer) -> None:
+    """The device is closed next: nothing may be in a call on it, or come later."""
+    library, begun, may_end = hosts.libraries["b"], threading.Event(), threading.Event()
+    refused: list[kvxfer.KvxferError] = []
+
+    def wait() -> None:
+        begun.set()
+        assert may_end.wait(5.0)
+
+    def answer() -> None:
+        try:
+            answers.answer(ask_for("one", 17, 18))
+        except kvxfer.KvxferError as error:
+            refused.append(error)
+
+    library.before["ibv_modify_qp"] = wait
+    maker = threading.Thread(target=answer)
+    maker.start()
+    assert begun.wait(5.0)
+    closer = threading.Thread(target=answers.close)
+    closer.start()
+    closer.join(0.02)
+    assert closer.is_alive()
+
+    may_end.set()
+    for thread in (maker, closer):
+        thread.join(5.0)
+
+    assert [type(error) for error in refused] == [kvxfer.PeerRefusedError]
+    assert not library.queue_pairs
+
+
+@pytest.mark.parametrize(("field", "value"), [("local_lid", True), ("local_lid", 1 << 16), ("qp_num", [True, 2])])
+def test_request_with_a_value_that_no_mooncake_sends_is_refused(
+    hosts: FakeHosts, answers: MooncakeRdmaAnswer, field: str, value: object
+) -> None:
+    with pytest.raises(kvxfer.PeerRefusedError):
+        answers.answer({**ask_for("one", 17, 18), field: value})
+
+    assert not hosts.libraries["b"].queue_pairs

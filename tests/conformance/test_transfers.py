@@ -191,7 +191,7 @@ def assert_refused(
 )
 def test_row_that_leaves_its_region_is_named_and_nothing_moves(
     link: Link, opcode: str, side: str, offset: int, nbytes: int
-) -> None:  # B120
+) -> None:  # B120, B176
     here, there = link.here(4096 if side == "local" else MIB), link.there(4096 if side == "remote" else MIB)
     here.array[:] = pattern(here.nbytes, 20)
     there.fill(pattern(there.nbytes, 21))
@@ -384,7 +384,7 @@ def test_two_engines_in_one_process(transport: str, memory: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_an_engine_that_opens_itself_is_told_so(transport: str) -> None:
+def test_an_engine_that_opens_itself_is_told_so(transport: str) -> None:  # B70
     with TransferEngine(transports=(transport,)) as engine, pytest.raises(PeerRefusedError, match="itself"):
         engine.open_segment(engine.address)
 

@@ -481,6 +481,7 @@ def test_an_http_server_is_named_as_such(http_server: str) -> None:
             engine.open_segment(http_server)
 
 
+# B177
 @pytest.mark.parametrize(
     "said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x15\x03\x03\x00\x02\x02\x50", b"\0" * 64, os.urandom(64)]
 )
@@ -678,3 +679,56 @@ def test_connecting_is_tried_again_only_where_that_may_help(code: str, monkeypat
 
     assert caught.value.errno == number
     assert (len(tries) > 1) == (code not in ("EACCES", "ENOENT"))
+
+
+CUT_AT_RANDOM = """
+import random, socket, threading
+dice, service = random.Random(1), engine._transports["tcp"].service
+over = engine.over = threading.Event()
+def cut():
+    while not over.wait(dice.uniform(0.005, 0.04)):
+        for one in list(service._connections.values()):
+            if dice.random() < 0.5:
+                one._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            one.loop.call_soon(one.close)
+        if dice.random() < 0.2:
+            for session in list(engine.service._sessions.values()):
+                session.reset(kvxfer.errors.PeerClosedError("cut"))
+threading.Thread(target=cut, daemon=True).start()
+"""
+
+
+# B173
+@pytest.mark.slow
+def test_connections_that_are_cut_at_random_under_load_give_no_wrong_bytes_and_no_silence() -> None:
+    with TransferEngine(transports=("tcp",)) as engine, Peer(transports=("tcp",)) as peer:
+        there, here, back = peer.register(NBYTES), *(engine.register(np.zeros(NBYTES, np.uint8)) for _ in range(2))
+        segment = engine.open_segment(peer.address)
+        peer.run(CUT_AT_RANDOM, reset=RESET)
+        good = failed = 0
+        ends = time.monotonic() + 2.0
+        while time.monotonic() < ends:
+            here.array[:] = pattern(NBYTES, good + failed)
+            back.array[:] = 0
+            try:
+                segment = engine.open_segment(peer.address)
+                engine.write(segment, here.address, there.address, NBYTES, timeout_s=5.0)
+                engine.read(segment, back.address, there.address, NBYTES, timeout_s=5.0)
+            except KvxferError:
+                failed += 1
+                continue
+            assert np.array_equal(here.array, back.array), f"transfer {good + failed}"
+            good += 1
+        peer.run("engine.over.set()")
+
+        assert good > 20
+        assert failed > 0, "nothing was cut in the middle of a transfer"
+        wait_until(lambda: _works(engine, peer.address, here.address, there.address))
+        assert there.bytes() == here.array.tobytes()
+
+
+def _works(engine: TransferEngine, address: str, here: int, there: int) -> bool:
+    with contextlib.suppress(KvxferError):
+        engine.write(engine.open_segment(address), here, there, NBYTES, timeout_s=5.0)
+        return True
+    return False

@@ -62,7 +62,7 @@ def run_child(source: str) -> str:
     return done.stdout
 
 
-def test_import_loads_no_native_helper_and_no_framework() -> None:
+def test_import_loads_no_native_helper_and_no_framework() -> None:  # B57
     out = run_child(
         "import kvxfer, kvxfer.cli, kvxfer.transports, sys\n"
         "print(*sys.modules)\n"

@@ -81,7 +81,7 @@ def nics(draw: st.DrawFn) -> tuple[FakeNic, FakeNic]:
         else:
             nic = draw(st.sampled_from(ROCE))(address=f"10.10.0.{row}", **limits)
         nic.ports[0].active_mtu = draw(st.sampled_from([Mtu.MTU_256, Mtu.MTU_1024, Mtu.MTU_4096]))
-        nic.ports[0].max_msg_sz = draw(st.sampled_from([512, 4097, 2**30]))
+        nic.ports[0].max_msg_sz = draw(st.sampled_from([4096, 4097, 2**30]))
         found.append(nic)
     return found[0], found[1]
 

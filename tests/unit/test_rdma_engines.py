@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvxfer import KvxferError, Rights, Segment, TransferBatch
 from kvxfer.config import EngineConfig
@@ -25,7 +26,7 @@ from kvxfer.errors import (
 )
 from kvxfer.remote_table import RemoteTable
 from kvxfer.transports.rdma import RdmaTransport
-from kvxfer.verbs.enums import CompletionStatus, LinkLayer, PortState, QueuePairState
+from kvxfer.verbs.enums import CompletionStatus, EventType, LinkLayer, PortState, QueuePairState
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeLibrary, FakeNic, FakePort, FakeQueuePair, connectx, erdma, gid, iwarp
@@ -35,6 +36,12 @@ A, B = "10.10.0.1", "10.10.0.2"
 ANY = ("shm", "rdma", "tcp")
 MIB = 1 << 20
 Status = CompletionStatus
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rail that broke rests for 1 ms, 2, 4."""
+    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -310,7 +317,12 @@ def test_nothing_is_posted_before_the_peer_has_answered(hosts: FakeHosts) -> Non
         go_on.wait(5.0)
 
     pair.libraries[1].before["ibv_modify_qp"] = hold_back
-    moving = threading.Thread(target=lambda: pair.open() and pair.write())
+
+    def move() -> None:
+        pair.open()
+        pair.write()
+
+    moving = threading.Thread(target=move)
     moving.start()
     asked.wait(5.0)
     (ours,) = pair.queue_pairs()[0]
@@ -325,9 +337,10 @@ def test_nothing_is_posted_before_the_peer_has_answered(hosts: FakeHosts) -> Non
     assert pair.rails[0]["trouble"] == ""
 
 
+@pytest.mark.slow
 def test_many_peers_that_connect_at_once_all_stand_and_move(hosts: FakeHosts) -> None:
     """B99: no more are made at once than the service has threads for, and none is lost."""
-    count = 30
+    count = 16
     hosts.add("b", connectx(address=B))
     target = hosts.engine("b")
     memory = np.zeros((count, 4096), np.uint8)
@@ -370,6 +383,52 @@ def test_a_connection_that_replaces_another_leaves_one_at_the_peer(hosts: FakeHo
         numbers.add(theirs.number)
 
     assert len(numbers) == 5
+
+
+@pytest.mark.parametrize("kind", [EventType.PORT_ERR, EventType.PORT_ACTIVE, EventType.GID_CHANGE])
+def test_an_event_of_a_port_that_is_not_used_touches_no_connection(hosts: FakeHosts, kind: EventType) -> None:
+    """B36: a flap of port 2, where port 1 is used."""
+    ports = [FakePort({0: gid(address)}) for address in (A, "10.11.0.1")]
+    pair = hosts.pair(erdma("mlx_0", ports=ports), erdma("mlx_0", B), rdma_devices="mlx_0:1")
+    pair.open()
+    pair.write()
+    library, number = pair.libraries[0], sender(pair).number
+    asked = library.calls["ibv_query_port"]
+
+    with capture_logs() as events:
+        library.raise_event("mlx_0", kind, 2)
+        library.raise_event("mlx_0", EventType.PKEY_CHANGE, 1)  # they are read in order
+        until(lambda: any(event["event"] == "rdma.event" for event in events))
+        pair.write()
+
+    assert sender(pair).number == number
+    assert library.calls["ibv_query_port"] == asked
+    assert [event["port"] for event in events if event["event"] == "rdma.event"] == [1]
+    assert not [event for event in events if event["event"] in ("rdma.port_down", "rdma.rail_broken")]
+
+
+def test_a_port_that_goes_down_here_is_not_the_fault_of_the_peers_port(hosts: FakeHosts) -> None:
+    """B34: another port of ours reaches the same one."""
+    hosts.fabric.delivery = "manual"
+    pair = hosts.pair(
+        [connectx("mlx_0", "10.0.0.1"), connectx("mlx_1", "10.0.0.2")], connectx("mlx_0", "10.0.0.11"), nbytes=1 << 16
+    )
+    pair.open()
+    (first,) = pair.connected
+    pair.fill()
+    rows = np.arange(8, dtype=np.int64) * 8192
+    batch = pair.a.submit_write(pair.segment, pair.local.address + rows, pair.remote.address + rows, 4096)
+    until(lambda: not batch.poll() and bool(hosts.fabric.pending))
+
+    pair.libraries[0].set_port(first[:5], 1, PortState.DOWN)
+    hosts.fabric.delivery = "post"
+    hosts.fabric.run()
+    batch.wait(5.0)
+
+    other = {"mlx_0": "mlx_1", "mlx_1": "mlx_0"}[first[:5]]
+    assert pair.connected == [f"{other}:1 to mlx_0:1"]
+    assert batch.rows_done.all()
+    assert all((pair.there[row : row + 4096] == pair.here[row : row + 4096]).all() for row in rows)
 
 
 def test_each_row_has_one_outcome_where_both_ends_write_and_connections_break(hosts: FakeHosts) -> None:
@@ -418,7 +477,6 @@ def test_each_row_has_one_outcome_where_both_ends_write_and_connections_break(ho
 
 def test_a_row_is_posted_four_times_and_no_more(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """B114: every request ends with RETRY_EXC; each connection is broken by its first one."""
-    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.001)
     hosts.fabric.trace = []
     pair = open_pair(hosts)
     sender(pair).inject(Status.RETRY_EXC_ERR)

@@ -476,6 +476,7 @@ def test_granted_relaxed_ordering_is_kept() -> None:
 
 
 def test_memlock_limit_is_compared_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B53"""
     host = Host(connectx(), connectx("mlx5_1"), memlock_nbytes=MIB)
     monkeypatch.setattr(registration_error, "memlock_nbytes", lambda: MIB)
     memory = np.zeros(MIB + PAGE, np.uint8)

@@ -432,6 +432,7 @@ def wait_for(condition: Any) -> None:
 
 
 def test_a_server_that_restarts_empty_gets_the_entries_again(values: Values, opened: contextlib.ExitStack) -> None:
+    """B145."""
     directory = published(opened, opened.enter_context(fake_http(values)), keep_interval_s=0.01)
 
     with capture_logs() as logs:

@@ -287,7 +287,7 @@ def test_a_queue_that_takes_nothing_and_has_nothing_is_replaced_a_few_times(host
 
 
 def test_a_request_that_is_refused_for_what_it_is_fails_its_batch_and_no_other(hosts: FakeHosts) -> None:
-    """B125: EINVAL at the 3rd of 5; what was posted before it is stopped; a thousand more batches are fine."""
+    """B125: EINVAL at the 3rd of 5; what was posted before it is stopped; what comes later is fine."""
     hosts.fabric.delivery = "poll"
     pair = open_pair(hosts)
     hosts.libraries["a"].fail("ibv_post_send", errno.EINVAL, nth=1, row=2)
@@ -296,7 +296,7 @@ def test_a_request_that_is_refused_for_what_it_is_fails_its_batch_and_no_other(h
     with pytest.raises(PostError, match="EINVAL"):
         batch.wait(1.0)
 
-    for _ in range(100):
+    for _ in range(30):
         submit(pair, nbytes=1024, count=10).wait(1.0)
     pair.write()
 
@@ -340,9 +340,9 @@ def test_several_threads_share_one_queue(tmp_path: Path, delivery: Any) -> None:
         def run(part: int) -> None:
             rng = np.random.default_rng(part)
             start = part << 13
-            rows = start + 128 * np.arange(64, dtype=np.int64)
+            rows = start + 128 * np.arange(32, dtype=np.int64)
             try:
-                for _ in range(6):
+                for _ in range(3):
                     pair.here[start : start + (1 << 13)] = rng.integers(0, 256, 1 << 13, np.uint8)
                     pair.a.write(pair.segment, pair.local.address + rows, pair.remote.address + rows, 100, timeout_s=5)
                     for row in rows:
@@ -886,7 +886,7 @@ def test_closing_the_engine_wakes_who_waits(held: FakeHosts) -> None:
 def test_what_one_sleeps_on_is_not_closed_under_it(held: FakeHosts) -> None:
     """Closed between letting go of the lock and epoll_wait(2), it gave EBADF, or was another one of the same number."""
     pair = open_pair(held)
-    for _ in range(10):
+    for _ in range(4):
         pair.open()
         thread, caught = wait_in_thread(submit(pair))
         until(lambda: endpoint(pair)._has_sleeper)

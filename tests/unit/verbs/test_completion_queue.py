@@ -7,7 +7,7 @@ import select
 
 import pytest
 
-from kvxfer.errors import VerbsError
+from kvxfer.errors import UsageError, VerbsError
 from kvxfer.verbs.completion_queue import ACKNOWLEDGE_EVERY
 from kvxfer.verbs.device import Context, list_devices
 from kvxfer.verbs.enums import CompletionStatus, WorkOpcode
@@ -83,6 +83,41 @@ def test_close_acknowledges_what_is_left(library: FakeLibrary) -> None:
             queue.poll()
 
     assert not library.leaks  # the fake would fail a destroy with events that nobody acknowledged
+
+
+def test_queue_that_is_dropped_acknowledges_what_is_left(library: FakeLibrary) -> None:
+    """Or ibv_destroy_cq would wait for ever, in whatever thread the collector runs."""
+    with list_devices(library)[0].open() as context:
+        pair = flushed_pair(context)
+        queue = pair.send_cq
+        assert queue.channel is not None
+        queue.request_notification()
+        post(pair, 1)
+        assert queue.channel.get_event() is queue
+
+        with pytest.warns(ResourceWarning):
+            del pair, queue
+
+        assert library.leaks == {"context": 1}
+
+
+def test_poll_of_nothing_is_a_wrong_call(library: FakeLibrary) -> None:
+    with list_devices(library)[0].open() as context:
+        with pytest.raises(UsageError, match="a poll of 0 completions"):
+            context.create_cq(16, poll_count=0)
+
+        assert library.leaks == {"context": 1}
+
+
+def test_number_of_the_driver_is_not_taken_for_an_errno(library: FakeLibrary) -> None:
+    with list_devices(library)[0].open() as context:
+        pair = flushed_pair(context)
+        library.fail("ibv_poll_cq", 2)  # CQ_POLL_ERR of mlx5 is -2
+
+        with pytest.raises(VerbsError, match="it returned -2") as caught:
+            pair.send_cq.poll()
+
+    assert caught.value.errno == errno.EIO
 
 
 def test_events_are_acknowledged_in_bulk(library: FakeLibrary) -> None:

@@ -152,6 +152,16 @@ def test_events_of_a_port_name_it_and_are_acknowledged() -> None:
     assert not library.leaks
 
 
+def test_device_that_does_not_tell_its_limits_is_closed_again() -> None:
+    library = FakeLibrary(None, connectx(), name="a")
+    library.fail("ibv_query_device", errno.EIO)
+
+    with pytest.raises(VerbsError, match="ibv_query_device"):
+        list_devices(library)[0].open()
+
+    assert not library.leaks
+
+
 def test_failing_query_names_verb_and_port() -> None:
     library = FakeLibrary(None, rxe(), name="a")
     with list_devices(library)[0].open() as context:

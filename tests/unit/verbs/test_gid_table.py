@@ -51,6 +51,7 @@ def test_rows_have_index_value_type_and_interface(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nic", [connectx(), rxe(), infiniband()], ids=lambda nic: nic.name)
 def test_library_without_the_call_gives_the_same_table(nic: FakeNic, tmp_path: Path) -> None:
+    """B58."""
     new, old = FakeLibrary(FakeFabric(), nic), old_library(nic)
     write_sysfs(tmp_path, new)
 

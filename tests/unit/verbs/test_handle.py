@@ -12,6 +12,7 @@ import pytest
 from kvxfer.errors import ClosedError, VerbsError
 from kvxfer.verbs.device import Context, list_devices
 from kvxfer.verbs.enums import Access
+from kvxfer.verbs.library import ffi
 from kvxfer.verbs.queue_pair import QueuePairCapabilities
 from tests.support.fake_verbs import FakeLibrary, connectx
 
@@ -93,6 +94,59 @@ def test_object_that_is_dropped_warns_and_is_destroyed(library: FakeLibrary) -> 
     assert "pd" not in str(library.leaks)
     context.close()
     assert not library.leaks
+
+
+def test_objects_dropped_in_a_cycle_are_destroyed_children_first(library: FakeLibrary) -> None:
+    """The collector calls finalizers of a cycle in any order: the context's first, where it is the oldest."""
+    context = open_first(library)
+    domain = context.alloc_pd()
+    pair = domain.create_qp(context.create_cq(16), capabilities=QueuePairCapabilities(max_send_wr=4))
+    pair.attributes["itself"] = pair
+    del context, domain, pair
+
+    with pytest.warns(ResourceWarning) as warned:
+        gc.collect()
+
+    assert len(warned) == 4
+    assert not library.leaks
+
+
+def test_forked_child_touches_nothing_of_its_parents(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = open_first(library)
+    domain = context.alloc_pd()
+    dropped = context.alloc_pd()
+    held = {**library.leaks}
+    domain._ownership.closing.acquire()  # by a thread of the parent, at the fork
+    monkeypatch.setattr("kvxfer.verbs.handle.os.getpid", lambda: -1)
+
+    del dropped
+    context.close()
+
+    assert context.is_closed
+    assert domain.is_closed
+    assert library.leaks == held
+
+
+def test_end_of_the_process_destroys_nothing(library: FakeLibrary) -> None:
+    """Threads may still be in a call then, and a forked child ends as well."""
+    with open_first(library) as context:
+        assert not context._finalizer.atexit
+
+
+def test_refusal_without_a_number_is_looked_up_in_errno(library: FakeLibrary) -> None:
+    context = open_first(library)
+    destroy = context._ownership.destroy
+
+    def refuse(pointer: object) -> int:
+        ffi.errno = errno.ENODEV
+        return -1
+
+    context._ownership.destroy = refuse
+    with pytest.raises(VerbsError, match="ENODEV"):
+        context.close()
+
+    context._ownership.destroy = destroy
+    context.close()
 
 
 def test_child_keeps_its_parents_alive(library: FakeLibrary) -> None:

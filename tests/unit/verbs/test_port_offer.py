@@ -140,6 +140,7 @@ GOOD = offer("mlx5_0", candidate("192.0.2.1/24")).to_json()
         ("initiator_depth", 256),
         ("responder_depth", 1.0),
         ("message_max", 0),
+        ("message_max", 1),
         ("pkey", 1 << 16),
         ("gids", [candidate("fe80::1", IB).to_json()]),
     ],
