@@ -18,6 +18,7 @@ from kvxfer.errors import (
     RegistrationError,
     RemoteProtocolError,
     TransportUnavailableError,
+    VerbsError,
     VerbsUnavailableError,
 )
 from kvxfer.log import get_logger
@@ -154,7 +155,10 @@ class RdmaTransport(Transport):
             self._loop.call_soon(lambda one=watcher: self._loop.remove(one))  # type: ignore[misc]
         self.service.close()
         for registration in self._registrations.values():
-            registration.close()
+            try:
+                registration.close()
+            except VerbsError as error:  # the device may be gone: the rest is closed all the same
+                log.warning("rdma.close_failed", error=error.message)
         self._registrations.clear()
         deadline = time.monotonic() + IDLE_TIMEOUT_S
         if not all(one.wait_idle(max(0.0, deadline - time.monotonic())) for one in list(self._endpoints)):

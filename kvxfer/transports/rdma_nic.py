@@ -61,7 +61,7 @@ class Nic:
         domain: ProtectionDomain,
         port: Port,
         config: EngineConfig,
-        interfaces: Sequence[Interface],
+        interfaces: Sequence[Interface] | None,
     ) -> None:
         check_pkey_index(port, config.pkey_index)
         self.context = context
@@ -97,14 +97,14 @@ class Nic:
     def refresh(self) -> None:
         """Look at the port and its GIDs again: links flap, and addresses move to other rows."""
         self.port = self.context.query_port(self.port.number)
-        self.choice = self._choose(list_interfaces())
+        self.choice = self._choose(_find_interfaces())
         self.is_down = self.port.state is not PortState.ACTIVE
 
     def find_candidate(self, value: bytes, kind: GidType) -> GidCandidate | None:
         """Return the candidate with this GID of this type, with the row where it is now."""
         return next((one for one in self.choice.offered if (one.value, one.type) == (value, kind)), None)
 
-    def _choose(self, interfaces: Sequence[Interface]) -> GidChoice:
+    def _choose(self, interfaces: Sequence[Interface] | None) -> GidChoice:
         config = self._config
         preference = GidPreference.of(config, self.context.name)
         return choose_gid(self.context.query_gid_table(self.port.number), interfaces, preference)
@@ -178,7 +178,7 @@ def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: P
         check_wanted(wanted, [device.name for device in devices])
     nics: list[Nic] = []
     refusals: dict[str, str] = {}
-    interfaces = list_interfaces()
+    interfaces = _find_interfaces()
     for device in devices:
         context: Context | None = None
         used: list[Nic] = []
@@ -203,6 +203,15 @@ def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: P
             context.close()
         nics += used
     return NicSurvey(tuple(nics), refusals)
+
+
+def _find_interfaces() -> Sequence[Interface] | None:
+    """Return the interfaces of this host; None where the kernel does not tell them now (EMFILE, a sandbox)."""
+    try:
+        return list_interfaces()
+    except OSError as error:
+        log.warning("rdma.interfaces_unknown", error=str(error))
+        return None
 
 
 def close_nics(nics: Sequence[Nic], on_error: Callable[[KvxferError], None] = lambda error: None) -> None:

@@ -238,11 +238,6 @@ def rank_candidate(candidate: GidCandidate) -> GidRank:
     )
 
 
-def rank_pair(ours: GidCandidate, theirs: GidCandidate) -> GidRank:
-    """Return how good a pair is: as good as its worse half, and better in one subnet."""
-    return _pair_rank(ours, theirs, rank_candidate(ours), rank_candidate(theirs))
-
-
 def are_in_one_subnet(one: GidCandidate, other: GidCandidate) -> bool:
     """Whether two GIDs are neighbours: every prefix that is known says so. Symmetric.
 
@@ -261,6 +256,7 @@ def are_in_one_subnet(one: GidCandidate, other: GidCandidate) -> bool:
 
 
 def _pair_rank(ours: GidCandidate, theirs: GidCandidate, own_rank: GidRank, other_rank: GidRank) -> GidRank:
+    """Return how good a pair is: as good as its worse half, and better in one subnet."""
     worse = GidRank._make(map(max, own_rank, other_rank))
     return worse._replace(is_other_subnet=not are_in_one_subnet(ours, theirs))
 

@@ -81,12 +81,11 @@ class ProtectionDomain(Handle):
         recv_cq: CompletionQueue | None = None,
         *,
         capabilities: QueuePairCapabilities,
-        signal_all: bool = False,
     ) -> QueuePair:
         """Return a new RC queue pair; `recv_cq` is `send_cq` where it is not given."""
         from kvxfer.verbs.queue_pair import QueuePair
 
-        return QueuePair(self, send_cq, recv_cq or send_cq, capabilities=capabilities, signal_all=signal_all)
+        return QueuePair(self, send_cq, recv_cq or send_cq, capabilities=capabilities)
 
     def _facts(self) -> dict[str, Any]:
         return {"device": self.context.name}

@@ -57,12 +57,10 @@ class QueuePair(Handle):
         recv_cq: CompletionQueue,
         *,
         capabilities: QueuePairCapabilities,
-        signal_all: bool = False,
     ) -> None:
         """Make a queue pair.
 
         capabilities: what it should hold; `.capabilities` is what was granted.
-        signal_all: every work request gives a completion, whatever its flags.
 
         Raises VerbsError with what was asked for and what the device allows.
         """
@@ -70,7 +68,7 @@ class QueuePair(Handle):
         init = ffi.new("struct ibv_qp_init_attr *")
         init.send_cq, init.recv_cq = send_cq.pointer, recv_cq.pointer
         init.cap = dataclasses.asdict(capabilities)
-        init.qp_type, init.sq_sig_all = QueuePairType.RC, int(signal_all)
+        init.qp_type = QueuePairType.RC
         pointer = protection_domain.library.ibv_create_qp(protection_domain.pointer, init)
         if pointer == ffi.NULL:
             raise creation_error(self.context, ffi.errno, capabilities)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from kvxfer.errors import (
 )
 from kvxfer.remote_table import RemoteTable
 from kvxfer.transports.rdma import RdmaTransport
-from kvxfer.verbs.enums import CompletionStatus, EventType, LinkLayer, PortState, QueuePairState
+from kvxfer.verbs.enums import CompletionStatus, EventType, LinkLayer, Mtu, PortState, QueuePairState
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeLibrary, FakeNic, FakePort, FakeQueuePair, connectx, erdma, gid, iwarp
@@ -429,6 +430,67 @@ def test_a_port_that_goes_down_here_is_not_the_fault_of_the_peers_port(hosts: Fa
     assert pair.connected == [f"{other}:1 to mlx_0:1"]
     assert batch.rows_done.all()
     assert all((pair.there[row : row + 4096] == pair.here[row : row + 4096]).all() for row in rows)
+
+
+def test_a_port_that_goes_down_gives_back_requests_that_would_never_end(hosts: FakeHosts) -> None:
+    """B34: the event is enough, no completion has to come; those of a device with retry count 7 never do."""
+    hosts.fabric.separate_subnets()
+    ours, theirs = (
+        [erdma(f"mlx_{row}", f"10.{row}.0.{host}", f"eth{row}", retry_7_is_for_ever=True) for row in range(2)]
+        for host in (1, 2)
+    )
+    pair = hosts.pair(ours, theirs, nbytes=4 * MIB, rdma_retry_count=7)
+    pair.open()
+    pair.write(65536)
+    assert len(pair.connected) == 2
+    hosts.fabric.set_path("a/mlx_0", "b/mlx_0", is_lost=True, rtr_errno=errno.ETIMEDOUT)
+    pair.fill()
+    rows = pair.rows(65536)
+    batch = pair.a.submit_write(
+        pair.segment, pair.local.address + rows, pair.remote.address + rows, 65536, timeout_s=10.0
+    )
+    until(lambda: bool(batch.poll() or 0 < batch.nbytes_done < batch.nbytes))
+
+    pair.libraries[0].raise_event("mlx_0", EventType.PORT_ERR, 1)
+    batch.wait()
+
+    assert (pair.there == pair.here).all()
+    assert pair.connected == ["mlx_1:1 to mlx_1:1"]
+
+
+@pytest.mark.parametrize(("here", "there"), [(Mtu.MTU_4096, Mtu.MTU_1024), (Mtu.MTU_1024, Mtu.MTU_4096)])
+def test_the_smaller_mtu_is_not_found_by_trying(hosts: FakeHosts, here: Mtu, there: Mtu) -> None:
+    """B37: a device that takes a larger one than its port carries would not tell."""
+    pair = hosts.pair(
+        connectx(address=A, mtu_checked_against="max"), connectx(address=B, mtu_checked_against="max"), nbytes=MIB
+    )
+    for library, mtu in zip(pair.libraries, (here, there), strict=True):
+        library.devices[0].nic.ports[0].active_mtu = mtu
+
+    pair.open()
+    pair.write(MIB)
+    pair.read(MIB)
+
+    assert [one.attributes["path_mtu"] for side in pair.queue_pairs() for one in side] == [Mtu.MTU_1024] * 2
+    assert pair.rails[0]["attempts"] == []
+
+
+def test_each_pause_of_a_rail_that_breaks_is_longer(hosts: FakeHosts) -> None:
+    """B136."""
+    pair = hosts.pair(connectx(address=A), connectx(address=B), connect_timeout_s=0.2)
+    pair.open()
+    batch = submit(pair)
+    hosts.fabric.delivery = "poll"
+    hosts.fabric.set_path("a/mlx5_0", "b/mlx5_0", is_lost=True, rtr_errno=errno.EHOSTUNREACH)
+    sender(pair).inject(Status.RETRY_EXC_ERR)
+
+    with capture_logs() as events, pytest.raises(CompletionError):
+        pair.a.write(pair.segment, pair.local.address, pair.remote.address, 64)
+
+    pauses = [event["pause_s"] for event in events if event["event"] == "rdma.rail_broken"]
+    assert len(pauses) >= 4
+    assert pauses == sorted(set(pauses))
+    batch.cancel()
 
 
 def test_each_row_has_one_outcome_where_both_ends_write_and_connections_break(hosts: FakeHosts) -> None:
