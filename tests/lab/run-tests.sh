@@ -5,6 +5,8 @@
 #   LAB_TOPOLOGIES=...  which guests, by the names of topologies/*.sh (all, wire first)
 #   LAB_TESTS=...       what pytest runs (tests/lab, and in the guest wire the conformance suite over rdma: all of it in
 #                       User-Mode Linux, a part of it in QEMU); LAB_ARGS=... more of its options
+#   LAB_MARKS=...       which of them by their marks: in User-Mode Linux all (rdma and not interop), in QEMU not the slow
+#                       ones, above all the faults; "rdma and interop" are those with the real Mooncake (make peers)
 #   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 5)
 #   LAB_TIMEOUT_S=...   what all guests together may take (1080; in User-Mode Linux, with its 50 rounds, 2400)
 # Ends with the status of the first guest that failed; a guest that does not boot is a failure.
@@ -24,6 +26,11 @@ if [[ -z ${LAB_TESTS:-} ]]; then
     qemu) conformance=(tests/conformance/test_notifications.py tests/conformance/test_transfers.py) ;;
     esac
 fi
+case $machine in
+uml) marks="rdma and not interop" ;;
+*) marks="rdma and not interop and not slow" ;;
+esac
+marks=${LAB_MARKS:-$marks}
 read -ra options <<<"${LAB_ARGS:-}"
 
 say() { printf 'lab: [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -58,7 +65,7 @@ run_tests() { # TOPOLOGY: its pytest, in a guest
     [[ $1 != wire ]] || chosen+=("${conformance[@]}")
     ((left_s > 0)) || { say "no time is left for $1" && return 124; }
     bash "$lab/$runner" --topology "$1" --timeout "$left_s" -- "$python" -m pytest -q -p no:cacheprovider \
-        -o timeout=300 -m rdma "${chosen[@]}" "${options[@]}"
+        -o timeout=300 -m "$marks" "${chosen[@]}" "${options[@]}"
 }
 
 case $machine in
@@ -75,7 +82,7 @@ uml)
 esac
 
 install_missing
-"$python" -m pytest -q -p no:cacheprovider -m rdma --collect-only "${tests[@]}" "${conformance[@]}" >/dev/null ||
+"$python" -m pytest -q -p no:cacheprovider -m "$marks" --collect-only "${tests[@]}" "${conformance[@]}" >/dev/null ||
     fail "the tests cannot be collected: $python -m pytest --collect-only ${tests[*]} ${conformance[*]}"
 if [[ $machine == qemu ]]; then bash "$lab/build-guest.sh"; fi
 

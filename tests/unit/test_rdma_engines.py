@@ -461,11 +461,10 @@ def test_a_port_that_goes_down_gives_back_requests_that_would_never_end(hosts: F
 @pytest.mark.parametrize(("here", "there"), [(Mtu.MTU_4096, Mtu.MTU_1024), (Mtu.MTU_1024, Mtu.MTU_4096)])
 def test_the_smaller_mtu_is_not_found_by_trying(hosts: FakeHosts, here: Mtu, there: Mtu) -> None:
     """B37: a device that takes a larger one than its port carries would not tell."""
-    pair = hosts.pair(
-        connectx(address=A, mtu_checked_against="max"), connectx(address=B, mtu_checked_against="max"), nbytes=MIB
-    )
-    for library, mtu in zip(pair.libraries, (here, there), strict=True):
-        library.devices[0].nic.ports[0].active_mtu = mtu
+    nics = [connectx(address=address, mtu_checked_against="max") for address in (A, B)]
+    for nic, mtu in zip(nics, (here, there), strict=True):
+        nic.ports[0].active_mtu = mtu
+    pair = hosts.pair(*nics, nbytes=MIB)
 
     pair.open()
     pair.write(MIB)
