@@ -468,7 +468,9 @@ class TransferEngine:
                 self._transports[name] = makers[name]()
             else:
                 self._refusals[name] = probe
-                self._log.debug("transport.unusable", transport=name, reason=probe.reason)
+                was_asked_for = name == "rdma" and self.config.rdma_devices is not None
+                tell = self._log.warning if was_asked_for else self._log.debug
+                tell("transport.unusable", transport=name, reason=probe.reason)
         if not self._transports:
             reasons = {name: probe.reason for name, probe in self._refusals.items()}
             told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -61,6 +61,8 @@ class RdmaTransport(Transport):
         self._registrations: dict[tuple[int, int], Registration] = {}
         self.service = RdmaService(self.nics, config)
         self._endpoints: WeakSet[RdmaEndpoint] = WeakSet()
+        for port, warning in survey.warnings.items():
+            log.warning("rdma.port_doubtful", port=port, warning=warning)
         for warning in find_shared_gids([nic.offer() for nic in self.nics]):
             log.warning("rdma.shared_gid", warning=warning)
         self._watchers = [_EventReader(nics) for nics in _by_device(self.nics)]

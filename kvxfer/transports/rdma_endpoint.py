@@ -237,7 +237,7 @@ class RdmaEndpoint(Endpoint):
                 continue
             if queue.outstanding and queue.poll():
                 moved = True
-            if queue.fault is None and rail.nic.is_down:
+            if queue.fault is None and (rail.nic.is_down or rail.has_moved):
                 queue.fault = rail.down_fault()
             if queue.fault is None and rail.waiting:
                 moved |= self._post_waiting(rail, queue)
@@ -374,6 +374,7 @@ class RdmaEndpoint(Endpoint):
                 work.error = error
             elif work.faults > FAULTS_MAX:
                 work.error = work.first_error
+                work.error.note(tries=work.faults)
         self._orphans += [lane for lane in lanes if lane.transfer.work.error is None]
         if self._orphans or self._mender.undropped:
             self._mender.start()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvxfer.transports.rdma_queue import Fault
     from kvxfer.transports.rdma_rail import Rail
 
-__all__ = ["fault_error", "is_local", "is_of_path"]
+__all__ = ["fault_error", "is_of_path"]
 
 _OF_REQUEST = frozenset(
     {
@@ -25,7 +25,6 @@ _OF_REQUEST = frozenset(
     }
 )
 """A request is wrong: it would fail on any path. Everything else, statuses of newer devices among it, is the path's."""
-_LOCAL = frozenset({CompletionStatus.LOC_QP_OP_ERR, CompletionStatus.WR_FLUSH_ERR, CompletionStatus.FATAL_ERR})
 
 _REMEDIES = {
     CompletionStatus.RETRY_EXC_ERR: "Check that the peer runs and its port is up, that UDP port 4791 is open between "
@@ -42,11 +41,6 @@ _REMEDIES = {
 def is_of_path(status: CompletionStatus) -> bool:
     """Whether the same request may succeed on another path or a new connection."""
     return status not in _OF_REQUEST
-
-
-def is_local(status: CompletionStatus) -> bool:
-    """Whether the fault is at this end: the peer's port is not to blame."""
-    return status in _LOCAL
 
 
 def fault_error(fault: Fault, rail: Rail, peer: str) -> TransferError:

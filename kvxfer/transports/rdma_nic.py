@@ -46,10 +46,12 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class NicSurvey:
-    """What `open_nics` found. refusals: for each port that is not used, or each device, the reason."""
+    """What `open_nics` found. refusals: for each port that is not used, or each device, the reason. warnings: what a
+    person should know of: a port that was wanted and is not used, a choice that may not carry."""
 
     nics: tuple[Nic, ...]
     refusals: dict[str, str]
+    warnings: dict[str, str]
 
 
 class Nic:
@@ -169,15 +171,21 @@ _EMPTY = KeyTable(np.zeros(0, CHUNK_DTYPE), np.zeros(0, np.uint32))
 def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: Path = Path("/")) -> NicSurvey:
     """Open every port that the settings allow and that carries data.
 
-    Raises VerbsUnavailableError where RDMA cannot be used at all, DeviceNotFoundError where the settings name a device
-    that is not here. A port or a device that cannot be used is left out, with its reason in `refusals`.
+    Raises VerbsUnavailableError where RDMA cannot be used at all, DeviceNotFoundError where the settings name only
+    devices that are not here. What cannot be used is left out, with its reason in `refusals`.
     """
     devices = list_devices(library, root=root)
+    names = [device.name for device in devices]
     wanted = config.rdma_devices
-    if wanted is not None:
-        check_wanted(wanted, [device.name for device in devices])
     nics: list[Nic] = []
     refusals: dict[str, str] = {}
+    warnings: dict[str, str] = {}
+    if wanted is not None:
+        if not any(item.device in names for item in wanted):
+            check_wanted(wanted, names)
+        for item in wanted:
+            if item.device not in names:
+                refusals[str(item)] = warnings[str(item)] = f"there is no such device; there is {', '.join(names)}"
     interfaces = _find_interfaces()
     for device in devices:
         context: Context | None = None
@@ -194,15 +202,18 @@ def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: P
                     nic = Nic(context, domain, port, config, interfaces)
                     nic.passive_queue()  # one that cannot make a completion queue is of no use
                     used.append(nic)
+                    if nic.choice.warning:
+                        warnings[nic.name] = nic.choice.warning
                 except DeviceUnusableError as error:
                     refusals[f"{device.name}:{port.number}"] = error.message
+                    warnings[f"{device.name}:{port.number}"] = error.message
         except KvxferError as error:
-            refusals[device.name] = error.message
+            refusals[device.name] = warnings[device.name] = error.message
             used = []
         if not used and context is not None:
             context.close()
         nics += used
-    return NicSurvey(tuple(nics), refusals)
+    return NicSurvey(tuple(nics), refusals, warnings)
 
 
 def _find_interfaces() -> Sequence[Interface] | None:

@@ -21,6 +21,7 @@ from kvxfer.verbs.port_offer import PortOffer
 
 if TYPE_CHECKING:
     from kvxfer.transports.rdma_nic import Nic
+    from kvxfer.verbs.gid_choice import GidChoice
 
 __all__ = ["Rail", "usable_rails"]
 
@@ -58,12 +59,23 @@ class Rail:
         self.attempts: tuple[Attempt, ...] = ()
         self.attributes: QueuePairAttributes | None = None
         self.gids = gids
+        self._choice: GidChoice | None = None  # as it was when the queue pair was made, or last looked at
         self._pause_s = PAUSE_S
 
     @property
     def is_connected(self) -> bool:
         """Whether it has a queue that can be posted to."""
         return self.queue is not None and self.queue.fault is None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the GID that its queue pair was made with is in another row now, or gone: links flap, and addresses
+        come back elsewhere."""
+        if self.gids is None or self._choice is self.nic.choice:
+            return False
+        self._choice = self.nic.choice
+        now = self.nic.find_candidate(self.gids.local.value, self.gids.local.type)
+        return now is None or now.index != self.gids.local.index
 
     @property
     def message_nbytes_max(self) -> int:
@@ -89,14 +101,16 @@ class Rail:
             self.rate = nbytes / seconds if self.rate == 0.0 else 0.7 * self.rate + 0.3 * nbytes / seconds
 
     def down_fault(self) -> Fault:
-        """The fault of a queue whose port went down."""
-        return Fault(CompletionStatus.LOC_QP_OP_ERR, 0)
+        """The fault of a queue whose port went down, or whose GID has moved."""
+        cause = "the local port went down" if self.nic.is_down else "the local GID moved to another row, or is gone"
+        return Fault(CompletionStatus.LOC_QP_OP_ERR, 0, cause=cause)
 
     def note_connected(
         self, gids: GidPair | None, attributes: QueuePairAttributes, attempts: Sequence[Attempt]
     ) -> None:
         """It has a queue pair with these attributes, after these failed tries."""
         self.gids, self.attributes, self.attempts = gids, attributes, tuple(attempts)
+        self._choice = self.nic.choice
         self.trouble = ""
         log.info("rdma.connected", rail=self.label, gids=str(gids or ""), **attributes.to_json())
 

@@ -172,10 +172,10 @@ def _why_not(port: Port, transport_type: TransportType, wanted: Sequence[DeviceP
     named = [item for item in wanted or () if item.device == port.device]
     if wanted is not None and not any(item.port in (None, port.number) for item in named):
         return NOT_WANTED
+    if transport_type not in (TransportType.IB, TransportType.IWARP, TransportType.UNKNOWN):
+        return f"unsupported ({transport_type}, such as EFA): it has no RC queue pairs"
     if transport_type is TransportType.IWARP or port.link_layer is LinkLayer.UNSPECIFIED:
         return "unsupported (iWARP): its queue pairs need a connection manager"
-    if transport_type not in (TransportType.IB, TransportType.UNKNOWN):
-        return f"unsupported ({transport_type}, such as EFA): it has no RC queue pairs"
     if not port.is_active:
         return f"{port.state}, not ACTIVE"
     if port.link_layer is LinkLayer.INFINIBAND and not port.lid and not port.needs_grh:

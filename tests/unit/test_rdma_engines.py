@@ -204,13 +204,33 @@ def test_a_port_of_a_device_may_be_named(hosts: FakeHosts) -> None:
     assert nics(hosts.engine("a")) == ["mlx5_0:1", "mlx5_0:2"]
 
 
-@pytest.mark.parametrize("named", ["mlx5_9", "mlx5_0,mlx5_9"])
-def test_a_device_that_is_not_here_is_an_error_with_those_that_are(hosts: FakeHosts, named: str) -> None:
+def test_a_device_that_is_not_here_is_an_error_with_those_that_are(hosts: FakeHosts) -> None:
     """B48."""
     hosts.add("a", connectx("mlx5_0", A), connectx("mlx5_1", "10.10.1.1"))
 
     with pytest.raises(TransportUnavailableError, match=r"no RDMA device mlx5_9 here; there is mlx5_0, mlx5_1"):
-        hosts.engine("a", rdma_devices=named)
+        hosts.engine("a", rdma_devices="mlx5_9")
+
+
+def test_a_device_that_is_not_here_beside_one_that_is_is_a_warning(
+    hosts: FakeHosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B48."""
+    hosts.add("a", connectx("mlx5_0", A), connectx("mlx5_1", "10.10.1.1"))
+
+    assert nics(hosts.engine("a", rdma_devices="mlx5_0,mlx5_9")) == ["mlx5_0:1"]
+    assert "mlx5_9" in caplog.text
+    assert "there is mlx5_0, mlx5_1" in caplog.text
+
+
+def test_wanted_devices_that_are_not_here_are_a_warning_where_others_carry(
+    hosts: FakeHosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B48."""
+    hosts.add("a", connectx("mlx5_0", A))
+
+    assert "rdma" not in hosts.engine("a", rdma_devices="mlx5_9", transports=("rdma", "tcp")).transports
+    assert "no RDMA device mlx5_9 here" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -96,16 +96,20 @@ def test_object_that_is_dropped_warns_and_is_destroyed(library: FakeLibrary) -> 
     assert not library.leaks
 
 
-def test_objects_dropped_in_a_cycle_are_destroyed_children_first(library: FakeLibrary) -> None:
-    """The collector calls finalizers of a cycle in any order: the context's first, where it is the oldest."""
+def drop_a_cycle(library: FakeLibrary) -> None:
+    """Make objects of each kind that only a cycle keeps alive, and have them collected."""
     context = open_first(library)
     domain = context.alloc_pd()
     pair = domain.create_qp(context.create_cq(16), capabilities=QueuePairCapabilities(max_send_wr=4))
     pair.attributes["itself"] = pair
     del context, domain, pair
+    gc.collect()
 
+
+def test_objects_dropped_in_a_cycle_are_destroyed_children_first(library: FakeLibrary) -> None:
+    """The collector calls finalizers of a cycle in any order: the context's first, where it is the oldest."""
     with pytest.warns(ResourceWarning) as warned:
-        gc.collect()
+        drop_a_cycle(library)
 
     assert len(warned) == 4
     assert not library.leaks
