@@ -65,7 +65,7 @@ READ_DEPTH = 16
 TIMEOUT, RETRY_COUNT, MIN_RNR_TIMER = 14, 6, 12  # Mooncake's, but for its 7 retries, which some devices take for ever
 PSN = 0
 ENDPOINTS_MAX = 4096
-"""Connections that Mooncake processes may hold here."""
+"""Connections that Mooncake processes may hold here; the oldest makes way, for dead processes do not say goodbye."""
 GIVE_UP_S = 1.0
 CLOSE_S = 5.0
 """How long `close` waits for connections that are being made: one that came later would be made on a closed device."""
@@ -389,7 +389,7 @@ class MooncakeRdmaAnswer:
         if held is not None and held[0] == numbers:
             return self._reply(nic, own, other, held[1], is_ready=bool(asked.get("ready_ack")))
         with self._changed:
-            self._check_room((own, other))
+            self._check_open()
             self._making_count += 1
         try:
             made = self._make(nic, asked, numbers)
@@ -412,19 +412,19 @@ class MooncakeRdmaAnswer:
             if not self._changed.wait_for(lambda: not self._making_count, CLOSE_S):
                 log.warning("rdma.close_failed", error="a connection of a Mooncake process is still being made.")
 
-    def _check_room(self, place: tuple[str, str]) -> None:
-        """Raise PeerRefusedError where there is no room for a connection; the lock is held."""
+    def _check_open(self) -> None:
+        """Raise PeerRefusedError after `close`; the lock is held."""
         if self._is_closed:
             raise PeerRefusedError("this process takes no connections any more: it is closing.")
-        if place not in self._held and len(self._held) >= ENDPOINTS_MAX:
-            raise PeerRefusedError(f"this process holds {ENDPOINTS_MAX} connections of Mooncake processes already.")
 
     def _hold(self, place: tuple[str, str], numbers: list[int], made: list[QueuePair]) -> None:
         """Keep a connection, in place of the one that the process had here. Raises PeerRefusedError."""
         try:
             with self._changed:
-                self._check_room(place)
-                replaced = self._held.get(place, ([], []))[1]
+                self._check_open()
+                replaced = self._held.pop(place, ([], []))[1]
+                if len(self._held) >= ENDPOINTS_MAX:  # the oldest: a process that lives connects anew
+                    replaced += self._held.pop(next(iter(self._held)))[1]
                 self._held[place] = (numbers, made)
         except PeerRefusedError:
             close_all(*made)

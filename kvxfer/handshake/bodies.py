@@ -205,4 +205,3 @@ def check_hello(hello: Hello) -> Hello:
     except RemoteProtocolError as exc:
         raise LocalProtocolError(f"this engine's own HELLO is wrong: {exc.message}") from exc
     return hello
-

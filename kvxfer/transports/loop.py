@@ -69,6 +69,11 @@ class Loop:
         self._thread.start()
 
     @property
+    def is_running(self) -> bool:
+        """Whether its thread runs, so that what is asked for is done."""
+        return self._thread.is_alive()
+
+    @property
     def is_current(self) -> bool:
         """Whether the caller runs in this loop's thread."""
         return threading.current_thread() is self._thread

@@ -7,6 +7,7 @@ a connection is made), docs/rdma.md (what an operator sees).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -153,9 +154,17 @@ class RdmaTransport(Transport):
     def close(self) -> None:
         from kvxfer.transports.rdma_nic import close_nics
 
-        for watcher in self._watchers:
-            self._loop.call_soon(lambda one=watcher: self._loop.remove(one))  # type: ignore[misc]
+        are_removed = threading.Event()
+
+        def remove_watchers() -> None:
+            for watcher in self._watchers:
+                self._loop.remove(watcher)
+            are_removed.set()
+
+        self._loop.call_soon(remove_watchers)
         self.service.close()
+        if self._loop.is_running and not self._loop.is_current:
+            are_removed.wait(IDLE_TIMEOUT_S)  # the loop may be reading an event of a device that is closed below
         for registration in self._registrations.values():
             try:
                 registration.close()

@@ -9,6 +9,7 @@ peer may have made for them it is told to drop. Read next: `rdma_mender.py`, whi
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import threading
 import time
@@ -45,6 +46,8 @@ GID_PAIRS_MAX = 4
 """Pairs of GIDs that are tried on one rail before the next."""
 OF_GIDS = ("address", "RTR", "RTS")
 """Steps that may go well with another pair of GIDs."""
+WORKED_MAX = 1024
+"""Pairs of kinds that are remembered; half of a key is the peer's word."""
 HANG_UP_S = 0.5
 """How long the peer has to say that it dropped what a failed try may have left there."""
 
@@ -242,8 +245,12 @@ def _try(
 
 
 def _remember(rail: Rail, attributes: QueuePairAttributes, attempts: list[Attempt]) -> None:
-    with _worked_lock:
-        _worked[rail.nic.kind, rail.remote_kind] = attributes
+    # ENOMEM is a want of the moment, not the nature of the device
+    if all(attempt.errno != errno.ENOMEM for attempt in attempts):
+        with _worked_lock:
+            if len(_worked) >= WORKED_MAX:
+                _worked.clear()
+            _worked[rail.nic.kind, rail.remote_kind] = attributes
     log.warning("rdma.attribute_lowered", rail=rail.label, attempts=[str(attempt) for attempt in attempts])
 
 

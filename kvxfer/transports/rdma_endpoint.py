@@ -391,6 +391,8 @@ class RdmaEndpoint(Endpoint):
                 lanes[id(lane)] = lane
                 lane.transfer.work.broken.add(rail.number)
             queue.stop(deadline)
+            with contextlib.suppress(OSError, ValueError):  # a forked child may hold a copy of the descriptor
+                self._epoll.unregister(queue.channel.fd)
             queue.close()
         return [lane for lane in lanes.values() if lane.done < lane.count]
 

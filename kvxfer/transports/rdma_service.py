@@ -8,6 +8,7 @@ still comes in.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,9 @@ __all__ = ["RdmaService"]
 
 CONNECTING_MAX = 8
 """Connections that are made at once: each may wait seconds for the kernel to find a neighbour."""
+UNDER_WAY_MAX = 4
+"""Connections of one session that are made at once: kvxfer asks for one after the other, and a peer that asks for many
+must not keep the others waiting."""
 PER_SESSION_MAX = 64
 """Connections of one session: a rail takes one, so more is a peer that does not let go."""
 
@@ -70,11 +74,15 @@ class RdmaService:
             held = self._connections.setdefault(session, {})
             if request.number in held:
                 raise RemoteProtocolError(f"{peer} asks for connection {request.number} a second time.")
-            if len(held) < PER_SESSION_MAX:
+            under_way = sum(pair is None for pair in held.values())
+            if len(held) < PER_SESSION_MAX and under_way < UNDER_WAY_MAX:
                 held[request.number] = None
                 self._makers.submit(make)
                 return
-        reason = KvxferError(f"this session holds {PER_SESSION_MAX} connections already.")
+        reason = KvxferError(
+            f"this session holds {len(held)} connections already, {under_way} of them not made yet; at most "
+            f"{PER_SESSION_MAX} and {UNDER_WAY_MAX} are allowed."
+        )
         answer(ConnectFailure("create", 0, reason).to_json())
 
     def _answer(self, peer: str, session: str, request: ConnectRequest) -> dict[str, Any]:
@@ -102,6 +110,15 @@ class RdmaService:
         try:
             nic.refresh()
             offer, attributes = nic.offer(), request.attributes
+            if attributes.read_depth > max(1, offer.read_depth.responder):
+                # some devices have one budget for all queue pairs, and would not refuse before it is used up
+                raise ConnectFailure(
+                    "RTR",
+                    errno.EINVAL,
+                    KvxferError(
+                        f"{nic.name} answers {offer.read_depth.responder} READs at once, not {attributes.read_depth}."
+                    ),
+                )
             address = build_address_vector(
                 offer,
                 request.offer,

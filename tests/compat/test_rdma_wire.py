@@ -182,7 +182,7 @@ def answers(hosts: FakeHosts) -> Iterator[MooncakeRdmaAnswer]:
     answers.close()
 
 
-def test_process_that_connects_anew_is_answered_although_there_is_room_for_no_other(
+def test_process_that_connects_anew_takes_its_own_place_and_another_one_the_oldest(
     hosts: FakeHosts, answers: MooncakeRdmaAnswer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake_rdma, "ENDPOINTS_MAX", 1)
@@ -193,8 +193,10 @@ def test_process_that_connects_anew_is_answered_although_there_is_room_for_no_ot
     assert first["qp_num"] != second["qp_num"]
     assert answers.answer(ask_for("one", 19, 20, is_ready=True))["qp_num"] == second["qp_num"]
     assert sorted(one.number for one in hosts.libraries["b"].queue_pairs) == sorted(second["qp_num"])
-    with pytest.raises(kvxfer.PeerRefusedError, match="holds 1 connections"):
-        answers.answer(ask_for("two", 17, 18))
+
+    other = answers.answer(ask_for("two", 17, 18))  # dead processes do not say goodbye: the oldest makes way
+
+    assert sorted(one.number for one in hosts.libraries["b"].queue_pairs) == sorted(other["qp_num"])
 
 
 def test_close_waits_for_a_connection_that_is_being_made(hosts: FakeHosts, answers: MooncakeRdmaAnswer) -> None:
