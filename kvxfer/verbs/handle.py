@@ -132,6 +132,8 @@ class Handle:
                 return
             for child in reversed(self.children):
                 child.close()
+            for dropped in reversed([*ownership.children.values()]):  # dropped a moment ago, its finalizer still to run
+                _destroy_dropped(dropped)
             self._destroy()
             ownership.leave()
             self._finalizer.detach()

@@ -68,6 +68,14 @@ def test_columns_of_several_lengths_are_refused() -> None:
         Rows.of_columns(np.zeros(2, int), np.zeros(1, int), np.zeros(2, int))
 
 
+@pytest.mark.parametrize("lengths", [[2**62] * 2, [2**62] * 4 + [4096], [2**63 - 1] * 2])
+def test_lengths_whose_sum_would_wrap_are_refused(lengths: list[int]) -> None:
+    column = np.array(lengths, np.int64)
+
+    with pytest.raises(UsageError, match="no process can have"):
+        Rows.of_columns(column, column, column)
+
+
 def test_number_that_is_no_address_is_named() -> None:
     with pytest.raises(UsageError, match="peer_buffer_addresses has 0x8000000000000000"):
         Rows.of_columns(np.array([1]), np.array([2**63], np.uint64), np.array([1]))

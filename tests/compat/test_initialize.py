@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import kvxfer
 from kvxfer.compat import mooncake
 from kvxfer.compat import mooncake_environment as environment_of
+from kvxfer.compat.mooncake_running import _all as RUNNING
 from kvxfer.compat.mooncake_settings import P2P, Wish, open_engine, transfer_timeout_s
 from kvxfer.transports.rdma import RdmaTransport
 
@@ -226,3 +228,30 @@ def test_variables_in_vain_are_told_once(caplog: pytest.LogCaptureFixture, monke
 
 def test_no_variable_is_both_honoured_and_ignored() -> None:
     assert not set(environment_of.VARIABLES) & set(environment_of.IGNORED)
+
+
+def test_engine_initialised_by_several_threads_at_once_is_one_engine() -> None:
+    """Else those that lost would stay open, with a port each, for as long as the process."""
+    engine = mooncake.TransferEngine()
+    codes: list[int] = []
+    before = set(RUNNING)
+
+    def initialize() -> None:
+        codes.append(engine.initialize("127.0.0.1", P2P, "tcp", ""))
+
+    for _ in range(3):
+        threads = [threading.Thread(target=initialize) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    opened = [one for one in RUNNING if one not in before and not one.engine.service._closed]
+    assert codes == [0] * 12
+    assert [one.port for one in opened] == [engine.get_rpc_port()]
+    opened[0].close()
+
+
+def test_length_that_no_process_has_cannot_be_read() -> None:
+    with pytest.raises(kvxfer.MemoryArgumentError, match="no process"):
+        mooncake.TransferEngine().read_bytes_from_buffer(4096, 2**64 - 1)

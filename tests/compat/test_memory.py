@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvxfer
 from kvxfer.compat.mooncake_memory import CLASS_NBYTES_MIN, SLAB_NBYTES, BufferPool, copy_bytes, copy_rows
+from kvxfer.compat.mooncake_regions import Registrations
 from kvxfer.types import Rights
 
 
@@ -95,3 +96,36 @@ def test_read_only_memory_is_not_written() -> None:
 
     with pytest.raises(kvxfer.MemoryArgumentError):
         copy_bytes(np.frombuffer(page, np.uint8).ctypes.data, data.ctypes.data, 64)
+
+
+def test_large_piece_that_is_in_use_can_be_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvxfer.TransferEngine() as engine:
+        pool = BufferPool(engine, Rights.ALL)
+        address = pool.allocate(SLAB_NBYTES + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "unregister", raise_busy)
+            with pytest.raises(kvxfer.RegionBusyError):
+                pool.free(address)
+
+        pool.free(address)
+
+        assert not engine.regions
+
+
+def raise_busy(region: kvxfer.Region) -> None:
+    raise kvxfer.RegionBusyError("it is in use.")
+
+
+def test_empty_range_does_not_free_the_address_of_another(engine: kvxfer.TransferEngine) -> None:
+    """Else the memory could be registered twice and was remotely writable after it was unregistered."""
+    data = np.zeros(4096, np.uint8)
+    registrations, whole = Registrations(engine), (data.ctypes.data, data.nbytes)
+    registrations.add([whole])
+    with pytest.raises(kvxfer.MemoryArgumentError):
+        registrations.add([(data.ctypes.data, 0)])
+
+    with pytest.raises(kvxfer.RegionOverlapError):
+        registrations.add([whole])
+    registrations.remove([data.ctypes.data])
+
+    assert all(region.address != data.ctypes.data for region in engine.regions)

@@ -25,7 +25,7 @@ from kvxfer.mooncake.descriptor import SegmentDescriptor
 from kvxfer.mooncake.frames import MessageKind, encode
 from kvxfer.mooncake.tcp_frames import STATUS_OK, STATUS_REJECTED, Header, pack_status
 from kvxfer.mooncake_calls import ask, ask_descriptor, send_notify, send_probe
-from kvxfer.mooncake_service import MooncakeService
+from kvxfer.mooncake_service import CONNECTING_MAX, MooncakeService
 from kvxfer.types import Opcode
 from tests.support.fault_peer import (
     RESET,
@@ -198,6 +198,19 @@ def test_an_rdma_connection_is_refused_with_the_reason(served: Served) -> None:
 
     assert "takes no rdma connection" in answer["reply_msg"]
     assert (answer["local_nic_path"], answer["peer_nic_path"]) == ("b:1@mlx5_1", "a:1@mlx5_0")
+
+
+def test_connection_messages_that_are_no_json_take_no_place_of_good_ones() -> None:
+    with TransferEngine() as engine:
+        MooncakeService(engine, connect=lambda asked: {"reply_msg": "made"})
+        host, port = host_port(engine.address)
+        body = bytes([MessageKind.CONNECTION]) + b"[1]"
+        for _ in range(CONNECTING_MAX + 1):
+            with socket.create_connection((host, port), 5.0) as connection:
+                connection.sendall(len(body).to_bytes(8, "little") + body)
+                assert is_closed_by_peer(connection)
+
+        assert ask(host, port, MessageKind.CONNECTION, {}, deadline=soon()) == {"reply_msg": "made"}
 
 
 def test_an_old_message_has_an_old_answer(served: Served) -> None:
