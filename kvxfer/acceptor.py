@@ -59,7 +59,11 @@ class Acceptor:
                 self._loop.call_at(now + RETRY_S, self)
                 break
             connection.setblocking(False)
-            self._take(connection, format_host_port(*address[:2]), now)
+            try:
+                self._take(connection, format_host_port(*address[:2]), now)
+            except Exception as exc:  # no descriptor or thread for it: the port must not be closed for that
+                get_logger(__name__).error("listener.accept_failed", error=str(exc), port=self.port)
+                connection.close()
         return True
 
     def timer(self, now: float) -> None:

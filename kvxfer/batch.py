@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError
+from kvxfer.text import format_seconds
 from kvxfer.transports.base import Endpoint, Transfer, is_owned
 from kvxfer.types import Opcode
 
@@ -32,7 +33,7 @@ class TransferBatch:
     what was asked.
     """
 
-    __slots__ = ("_deadline", "_endpoint", "_started", "_transfer", "segment")
+    __slots__ = ("_deadline", "_endpoint", "_limit_s", "_started", "_transfer", "segment")
 
     def __init__(
         self, segment: Segment, endpoint: Endpoint, transfer: Transfer, started: float, deadline: float
@@ -42,6 +43,7 @@ class TransferBatch:
         self._transfer = transfer
         self._started = started
         self._deadline = transfer.deadline = deadline
+        self._limit_s = deadline - started
 
     def start(self) -> None:
         """Hand the transfer to its endpoint; called once, by the engine."""
@@ -122,6 +124,8 @@ class TransferBatch:
         if not transfer.finished:
             deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
             transfer.deadline = deadline
+            if timeout_s is not None:
+                self._limit_s = timeout_s
             try:
                 while not transfer.finished:
                     left = deadline - time.monotonic()
@@ -198,11 +202,16 @@ class TransferBatch:
         self._endpoint.abort(self._transfer, time.monotonic() + LOOK_S)
         self._transfer.finish(error)
 
-    def _timeout_error(self) -> TransferError:
+    def _timeout_error(self, limit_s: float | None = None) -> TransferError:
+        """Return what is told of a batch that took too long. limit_s: the limit that passed, if not the batch's own."""
         transfer = self._transfer
+        limit = format_seconds(max(0.0, self._limit_s if limit_s is None else limit_s))
+        ended = format_seconds(time.monotonic() - self._started)
+        is_moved = transfer.notify is not None and transfer.nbytes_done == transfer.nbytes_total
         return TransferTimeoutError(
-            f"{self} did not end within {time.monotonic() - self._started:.3f} s: "
-            f"{transfer.nbytes_done} of {transfer.nbytes_total} bytes are known to be in place.",
+            f"{self} did not end in time (limit {limit} s, ended after {ended} s): "
+            f"{transfer.nbytes_done} of {transfer.nbytes_total} bytes are known to be in place"
+            + ("; the peer has not confirmed the notification." if is_moved else "."),
             remedy="The peer may be stopped or overloaded, or the time too short for so many bytes; the limit is "
             "timeout_s of the call, else transfer_timeout_s (KVXFER_TRANSFER_TIMEOUT_S).",
             peer=self.segment.address,
@@ -227,7 +236,7 @@ def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> No
     """Move several batches at once to their end; raises the first failure, after all have ended."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        _move_all(list(batches), deadline)
+        _move_all(list(batches), deadline, timeout_s)
     except BaseException as exc:
         for batch in batches:
             batch._let_go(exc)
@@ -237,7 +246,7 @@ def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> No
             raise batch.exception.with_traceback(None)
 
 
-def _move_all(running: list[TransferBatch], deadline: float | None) -> None:
+def _move_all(running: list[TransferBatch], deadline: float | None, limit_s: float | None) -> None:
     while True:
         moved_before = sum(batch._transfer.nbytes_moved for batch in running)
         running = [batch for batch in running if not batch.poll()]
@@ -245,7 +254,7 @@ def _move_all(running: list[TransferBatch], deadline: float | None) -> None:
             break
         if deadline is not None and time.monotonic() >= deadline:
             for batch in running:
-                batch._transfer.stop = batch._transfer.stop or batch._timeout_error()
+                batch._transfer.stop = batch._transfer.stop or batch._timeout_error(limit_s)
             _wait_for_any(running)
         elif sum(batch._transfer.nbytes_moved for batch in running) == moved_before:
             _wait_for_any(running)

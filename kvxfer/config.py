@@ -29,8 +29,19 @@ __all__ = ["EngineConfig", "Setting"]
 TRANSPORT_NAMES = ("shm", "rdma", "tcp")
 PREFIX = "KVXFER_"
 KEY_NBYTES_MIN = 8  # what a person would not guess at one attempt per connection
-OTHER_VARIABLES = frozenset({"KVXFER_ALLOW_FALLBACK", "KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK"})
-"""Variables that are not settings of an engine."""
+OTHER_VARIABLES = frozenset(
+    {
+        "KVXFER_ALLOW_FALLBACK",
+        "KVXFER_CI_INTEROP",
+        "KVXFER_CI_OTHER_PYTHONS",
+        "KVXFER_LIBIBVERBS",
+        "KVXFER_TRACEBACK",
+        "KVXFER_UML_KERNEL",
+    }
+)
+"""Variables that are not settings of an engine: of the drop-in, the loader, the command line, and the project's own
+tests (tests/lab, .ci)."""
+BARE_UNITS = ("exponent", "index", "number", "port")  # what the setting is, not what it is counted in
 
 _reported: set[str] = set()  # unknown variables that have been warned of: once in a process, not once an engine
 
@@ -74,11 +85,24 @@ class Setting:
             return f"{', '.join(map(str, self.choices))} {self.unit}"
         if self.low == -math.inf:
             return self.unit
-        return (
-            f"{self.low:g} to {self.high:g} {self.unit}"
-            if self.high < math.inf
-            else f"at least {self.low:g} {self.unit}"
-        )
+        high = _amount(self.high)
+        if self.unit == "bytes":
+            high = _size(self.high)
+            return f"0 to {high}" if not self.low else f"{_size(self.low)} to {high}"
+        unit = "" if self.unit in BARE_UNITS else f" {self.unit}"
+        return f"{_amount(self.low)} to {high}{unit}"
+
+
+def _amount(value: float) -> str:
+    """Return a bound in whole digits: 1048576, 0.01."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _size(nbytes: float) -> str:
+    """Return a bound in the largest unit that keeps it whole: 4 EiB, 256 bytes."""
+    power = next(power for power in range(6, -1, -1) if not nbytes % (1 << 10 * power))
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[power]
+    return f"{int(nbytes) >> 10 * power} {unit}"
 
 
 def _setting(

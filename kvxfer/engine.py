@@ -41,6 +41,7 @@ from kvxfer.planning import Addresses, block_addresses, plan
 from kvxfer.segment import Segment
 from kvxfer.serving import Notification, PeerService
 from kvxfer.system.calls import is_readable
+from kvxfer.text import join_reasons
 from kvxfer.transports import TRANSPORTS
 from kvxfer.transports.base import Transport
 from kvxfer.transports.loop import Loop
@@ -95,15 +96,14 @@ class TransferEngine:
             self.address = self.service.address = self._advertise()
             self.name = self.service.name = config.name or self.address
             self._open_transports()
+            self.loop.start()
         except BaseException:
             for transport in self._transports.values():
                 transport.close()
-            self.loop.start()
             self.loop.close(config.close_timeout_s)
             if hasattr(self, "_listener"):
                 self._listener.close()
             raise
-        self.loop.start()
         self._listener.start()
         _ENGINES.add(self)
         self._log.info("engine.started", address=self.address, transports=list(self._transports))
@@ -473,10 +473,11 @@ class TransferEngine:
                 tell("transport.unusable", transport=name, reason=probe.reason)
         if not self._transports:
             reasons = {name: probe.reason for name, probe in self._refusals.items()}
-            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             remedies = " ".join(probe.remedy for probe in self._refusals.values() if probe.remedy)
             raise TransportUnavailableError(
-                f"none of the wanted transports works on this machine. {told}.", remedy=remedies, reasons=reasons
+                f"none of the wanted transports works on this machine. {join_reasons(reasons)}.",
+                remedy=remedies,
+                reasons=reasons,
             )
 
     def _register(self, view: BufferView, name: str, rights: Rights) -> Region:

@@ -34,7 +34,7 @@ from kvxfer.log import get_logger
 from kvxfer.memory.regions import RegionTable
 from kvxfer.remote_table import RemoteTable, parse_regions
 from kvxfer.session import Pending, Session, split_number
-from kvxfer.text import clean
+from kvxfer.text import clean, join_reasons
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer
 from kvxfer.types import Opcode, RegionDescriptor
 
@@ -348,10 +348,9 @@ class Segment:
             used = self.wanted.index(opened[0].transport)
             return opened[0].transport, {name: why for name, why in reasons.items() if self.wanted.index(name) < used}
         ours = ", ".join(self.wanted)
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()).rstrip(".")
         raise TransportUnavailableError(
             f"no transport to {self.address} works. Wanted here: {ours}; "
-            f"offered there: {', '.join(offers) or 'none'}. {told}.",
+            f"offered there: {', '.join(offers) or 'none'}. {join_reasons(reasons)}.",
             remedy=" ".join(dict.fromkeys(remedies)) or "Allow a common transport on both sides (transports=...).",
             reasons=reasons,
             peer=self.address,
@@ -483,8 +482,9 @@ class Segment:
             if refusal is None:
                 return endpoint
             refusals[endpoint.transport] = refusal
+        why = refusals[first.transport].removesuffix(".")
         raise TransportUnavailableError(
-            f"{first.transport} does not reach {regions[0]} of {self.address}: {refusals[first.transport]}.",
+            f"{first.transport} does not reach {regions[0]} of {self.address}: {why}.",
             remedy="Let the peer use allocate() for that memory, or allow tcp (transports=...).",
             reasons=refusals,
             peer=self.address,

@@ -42,7 +42,7 @@ from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.keepalive import Keepalive
 from kvxfer.handshake.machine import Handshake
 from kvxfer.log import get_logger
-from kvxfer.text import clean
+from kvxfer.text import clean, format_seconds
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 
 __all__ = ["Session", "SessionOwner"]
@@ -449,7 +449,7 @@ class Pending:
         if not self.wait(timeout_s):
             self._session.forget(self._key)
             raise PeerUnreachableError(
-                f"{self._session.label} did not answer {what} within {timeout_s:g} s.",
+                f"{self._session.label} did not answer {what} within {format_seconds(timeout_s)} s.",
                 remedy="The process may be stopped or overloaded; look at it, then try again.",
                 peer=self._session.label,
             )

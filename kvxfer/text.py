@@ -1,10 +1,28 @@
-"""Text that a peer wrote, made fit for a message or a log line."""
+"""Text made fit for a message or a log line: what a peer wrote, what it may be, several reasons in one
+sentence, times."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 
-__all__ = ["clean"]
+__all__ = ["clean", "format_seconds", "guess_protocol", "join_reasons"]
+
+_STRANGERS: tuple[tuple[bytes, str], ...] = (
+    (b"SSH-", "an SSH server"),
+    (b"HTTP/", "an HTTP server"),
+    (b"GET ", "an HTTP client"),
+    (b"HEAD ", "an HTTP client"),
+    (b"POST ", "an HTTP client"),
+    (b"PUT ", "an HTTP client"),
+    (b"PRI * HT", "an HTTP/2 client"),
+    (b"OPTIONS ", "an HTTP client"),
+    (b"CONNECT ", "an HTTP client"),
+    (b"DELETE ", "an HTTP client"),
+    (b"\x16\x03", "a TLS client or server"),
+    (b"\x15\x03", "a TLS alert"),
+    (b"\x93kvxfer\n", "a kvxfer engine"),
+)
 
 
 def clean(text: str, length_max: int = 200) -> str:
@@ -12,6 +30,21 @@ def clean(text: str, length_max: int = 200) -> str:
     cut = text[: 4 * length_max]  # bounds the work; what is dropped below still leaves enough to fill the length
     kept = cut if cut.isascii() and cut.isprintable() else "".join(map(_printable, cut))
     return kept if len(kept) <= length_max else kept[: length_max - 3] + "..."
+
+
+def guess_protocol(first_bytes: bytes) -> str:
+    """Return who begins a connection like this, such as "an HTTP server"; "" for what is not known."""
+    return next((who for start, who in _STRANGERS if first_bytes.startswith(start)), "")
+
+
+def join_reasons(reasons: Mapping[str, str]) -> str:
+    """Return "name: reason; name: reason" without a full stop at its end, whether or not the reasons have one."""
+    return "; ".join(f"{name}: {reason.removesuffix('.')}" for name, reason in reasons.items())
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time in seconds with the three digits that mean something: 0.0123, 3, 86400."""
+    return f"{seconds:.3g}" if abs(seconds) < 999.5 else f"{seconds:.0f}"
 
 
 def _printable(letter: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ for _name in [name for name in os.environ if name.startswith(PREFIX) and name no
 # A shell starts background jobs with SIGINT ignored; that is inherited, and no child of a test would see Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_logger = logging.getLogger("kvxfer")
 _unknown_events: set[str] = set()
 _emit = log.Logger._emit
 
@@ -51,8 +53,10 @@ def only_known_events() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def structlog_as_found() -> Iterator[None]:
-    """Undo what a test configured: capture_logs, too, leaves structlog configured."""
+    """Undo what a test configured: capture_logs, too, leaves structlog configured; `doctor` and `mesh` set a level."""
+    level = _logger.level
     yield
+    _logger.setLevel(level)
     structlog = sys.modules.get("structlog")
     if structlog is not None and structlog.is_configured():
         structlog.reset_defaults()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from typing import NoReturn
 
 from kvxfer import __version__
 from kvxfer.cli import arguments as types
+from kvxfer.cli.keys import remedy_of
 from kvxfer.errors import KvxferError, UsageError
 
 __all__ = ["main"]
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvxferError as error:
         if os.environ.get("KVXFER_TRACEBACK") == "1":
             raise
-        print(f"kvxfer: {error}", file=sys.stderr)
+        print(f"kvxfer: {' '.join(filter(None, (error.message, remedy_of(error))))}", file=sys.stderr)
         return STATUS_USAGE if isinstance(error, UsageError) else STATUS_FAILED
 
 
@@ -50,12 +52,18 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     chosen, unknown = parser.parse_known_args(argv)
     if unknown:  # told by the parser of the command, which knows where its help is
-        getattr(chosen, "parser", parser).error(f"there is no option {unknown[0]}")
+        what = "there is no option" if unknown[0].startswith("-") else "unexpected argument"
+        getattr(chosen, "parser", parser).error(f"{what} {unknown[0]}")
     if chosen.command is None:
         parser.print_help()
         return STATUS_USAGE
     module = importlib.import_module(f"kvxfer.cli.{chosen.command.replace('-', '_')}")
-    status = int(module.run(chosen))
+    try:
+        status = int(module.run(chosen))
+    except KvxferError as error:
+        if getattr(chosen, "json", False):  # whoever reads objects gets one, and a person the line on stderr
+            print(json.dumps({"error": error.message, "remedy": remedy_of(error)}), flush=True)
+        raise
     sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter on its way out
     return status
 
@@ -126,6 +134,7 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     demo.add_argument(
         "--transports",
+        "--transport",
         type=types.listed(types.transport),
         default=types.TRANSPORT_NAMES,
         metavar="LIST",
@@ -167,6 +176,7 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--size", type=types.size, default=1 << 30, metavar="SIZE", help="bytes offered (default: 1GiB)")
     serve.add_argument(
         "--transport",
+        "--transports",
         type=types.listed(types.transport),
         metavar="LIST",
         help="which to offer, of shm,rdma,tcp (default: the engine's)",
@@ -198,6 +208,7 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     bench.add_argument("--host", metavar="HOST", help="address of this side (default: the engine's)")
     bench.add_argument(
         "--transport",
+        "--transports",
         type=types.listed(types.transport),
         metavar="LIST",
         help="which to measure, of shm,rdma,tcp (default: all that work here; with --peer the one the engine chooses)",
@@ -275,7 +286,7 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
         """
         kvxfer doctor
         kvxfer doctor --peer gpu-node-3:7777
-        kvxfer doctor --json | jq 'select(.status != "ok")'
+        kvxfer doctor --json | jq 'select(.status | IN("warn", "fail"))'
         """,
     )
     doctor.add_argument("--peer", type=types.peer, metavar="HOST:PORT", help="also try to open the engine there")

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "CheckFunction", "Machine", "Status"]
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "off", "warn", "fail"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One answer. status: "fail" means that kvxfer does not work, "warn" that it works less well than it could."""
+    """One answer. status: "fail" means that kvxfer does not work, "warn" that it works less well than it could,
+    "off" that something is not here which nobody has asked for."""
 
     name: str
     status: Status

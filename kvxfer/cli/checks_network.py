@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.table import format_size
+from kvxfer.config import TRANSPORT_NAMES, EngineConfig
 from kvxfer.interfaces import default_route_host
 from kvxfer.transports import TRANSPORTS
 from kvxfer.types import Probe
@@ -107,19 +108,28 @@ def check_socket_buffers(machine: Machine) -> Check:
 
 def transport_checks(machine: Machine) -> list[Check]:
     """One check per transport, made of its probe."""
-    return [probe_check(transport.probe(machine.config)) for transport in TRANSPORTS.values()]
+    return [
+        probe_check(transport.probe(machine.config), is_asked_for=_is_asked_for(name, machine.config))
+        for name, transport in TRANSPORTS.items()
+    ]
 
 
-def probe_check(probe: Probe) -> Check:
-    """Turn a probe into a check: tcp must work, shm should, rdma need not unless there is hardware for it."""
+def _is_asked_for(name: str, config: EngineConfig) -> bool:
+    """Whether a setting names the transport, or devices for it."""
+    is_named = config.transports != TRANSPORT_NAMES and name in config.transports
+    return is_named or (name == "rdma" and config.rdma_devices is not None)
+
+
+def probe_check(probe: Probe, *, is_asked_for: bool = False) -> Check:
+    """Turn a probe into a check: tcp must work, shm should, rdma need not unless there is hardware or a wish for it."""
     name = f"transport {probe.transport}"
     if probe.usable:
         return Check(name, "ok", f"usable: {probe.reason}", probe.remedy)
     has_hardware = bool(probe.details.get("devices"))
     if probe.transport == "tcp":
         return Check(name, "fail", probe.reason, probe.remedy)
-    if probe.transport == "rdma" and not has_hardware:
-        return Check(name, "ok", f"not used: {probe.reason}", probe.remedy)
+    if probe.transport == "rdma" and not has_hardware and not is_asked_for:
+        return Check(name, "off", f"not used: {probe.reason}", probe.remedy)
     return Check(name, "warn", probe.reason, probe.remedy)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.check import Check, Machine
-from kvxfer.cli.keys import key_settings
+from kvxfer.cli.keys import key_settings, remedy_of
 from kvxfer.cli.peer_attributes import ENGINES, AttributeRow, compare_attributes
 from kvxfer.cli.rail_check import RailReport, check_rails
 from kvxfer.cli.table import Style, draw_table, format_gbps, format_size
@@ -49,7 +49,7 @@ def peer_checks(machine: Machine, *, peer: str, key_env: str | None) -> Iterator
         for transport, reason in error.reasons.items():
             yield Check(f"peer {transport}", "fail", f"passed over: {reason}")
     except KvxferError as error:
-        yield Check("peer", "fail", error.message, error.remedy)
+        yield Check("peer", "fail", error.message, remedy_of(error))
 
 
 def rail_checks(engine: TransferEngine, segment: Segment) -> Iterator[Check]:

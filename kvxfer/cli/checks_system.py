@@ -19,7 +19,7 @@ from kvxfer import __version__
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.environment import known_variables
 from kvxfer.cli.table import format_size
-from kvxfer.config import PREFIX
+from kvxfer.config import PREFIX, EngineConfig
 from kvxfer.errors import KvxferError
 from kvxfer.memory.shared import SharedMemory, available_nbytes
 from kvxfer.transports.shm import ptrace_remedy, ptrace_scope
@@ -82,11 +82,19 @@ def check_packages(machine: Machine) -> Check:
 
 
 def check_environment(machine: Machine) -> Check:
-    """The KVXFER_* variables: which are set, and which are set in vain. Values of secrets are not shown."""
+    """The variables that are set for kvxfer: its own, those in vain, and those of Mooncake that supply a setting.
+
+    Values of secrets are not shown.
+    """
     known = known_variables()
     names = sorted(name for name in machine.environ if name.startswith(PREFIX))
     unknown = [name for name in names if name not in known]
-    shown = ", ".join(_shown(name, machine.environ[name]) for name in names) or "no KVXFER_* variable is set"
+    told = [_shown(name, machine.environ[name]) for name in names]
+    for row in EngineConfig.settings():
+        variable = row.find_variable(machine.environ)
+        if variable in row.synonyms:
+            told.append(f"{variable}={machine.environ[variable]} (sets {row.name})")
+    shown = ", ".join(told) or "no KVXFER_* variable is set"
     if unknown:
         return Check("environment", "warn", shown, " ".join(_unknown_text(name, known) for name in unknown))
     return Check("environment", "ok", shown)

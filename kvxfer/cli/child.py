@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from kvxfer.cli.workload import Plan, Pool, allocate_plain, plan_fields
 from kvxfer.errors import KvxferError, PeerError
+from kvxfer.text import format_seconds
 
 __all__ = ["Child", "ChildPool", "main"]
 
@@ -110,7 +111,7 @@ class Child:
                     self._gone(command)
                     if ready
                     else PeerError(
-                        f"the second process did not answer {command!r} within {timeout_s:g} s.",
+                        f"the second process did not answer {command!r} within {format_seconds(timeout_s)} s.",
                         remedy="Is the machine overloaded or out of memory? Try fewer or smaller blocks.",
                         peer=f"process {self.pid}",
                     )

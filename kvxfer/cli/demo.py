@@ -112,7 +112,8 @@ def run(arguments: Namespace) -> int:
         progress.clear()
     if arguments.json:
         for transport in TRANSPORT_NAMES:
-            print(json.dumps(to_json(transport, outcomes)))
+            if transport in outcomes:
+                print(json.dumps(to_json(transport, outcomes)))
     else:
         print(to_text(plan, outcomes, Style.of(sys.stdout)))
     tried = [outcome for outcome in outcomes.values() if outcome.probe is None and not _is_extra_refused(outcome)]
@@ -140,13 +141,17 @@ class _Ends:
 
 
 def measure(plan: Plan, wanted: tuple[str, ...], rounds: int, progress: Progress) -> dict[str, Outcome]:
-    """Return one outcome per row, in the order of the table."""
+    """Return one outcome per row of the wanted transports, in the order of the table."""
     import kvxfer
     from kvxfer.transports import TRANSPORTS
 
     config = EngineConfig.resolve(**HERE)
     probes = {name: transport.probe(config) for name, transport in TRANSPORTS.items()}
-    outcomes = {label: Outcome(label, plan, _why_left_out(probes[LANES[label][0]], wanted)) for label in LANES}
+    outcomes = {
+        label: Outcome(label, plan, None if probes[transport].usable else probes[transport])
+        for label, (transport, _) in LANES.items()
+        if transport in wanted
+    }
     with contextlib.ExitStack() as stack:
         ends: dict[str, _Ends] = {}
         for group in GROUPS:
@@ -166,14 +171,6 @@ def measure(plan: Plan, wanted: tuple[str, ...], rounds: int, progress: Progress
 
 def _carrier(outcome: Outcome) -> str:
     return LANES[outcome.label][0]
-
-
-def _why_left_out(probe: Probe, wanted: tuple[str, ...]) -> Probe | None:
-    if probe.transport not in wanted:
-        reason = f"not among the transports asked for: {', '.join(wanted)}"
-        remedy = f"Add {probe.transport} to --transports, or leave the option out."
-        return Probe(probe.transport, probe.usable, reason, remedy)
-    return None if probe.usable else probe
 
 
 def _measure_lanes(ends: Mapping[str, _Ends], outcomes: list[Outcome], rounds: int, progress: Progress) -> None:
@@ -237,14 +234,7 @@ def to_json(transport: str, outcomes: dict[str, Outcome]) -> dict[str, Any]:
     outcome = outcomes[transport]
     if outcome.probe is not None:
         probe = outcome.probe
-        skipped = {"skipped": True} if probe.usable else {}
-        return {
-            "transport": transport,
-            "usable": probe.usable,
-            **skipped,
-            "reason": probe.reason,
-            "remedy": probe.remedy,
-        }
+        return {"transport": transport, "usable": False, "reason": probe.reason, "remedy": probe.remedy}
     if outcome.error is not None:
         error = outcome.error
         return {
@@ -297,8 +287,7 @@ def _table(rows: list[list[str]], style: Style) -> str:
 def _row(outcome: Outcome, style: Style) -> list[str]:
     if not outcome.is_measured:
         failed = outcome.error is not None and not _is_extra_refused(outcome)
-        what = "failed" if failed else "left out" if outcome.probe is not None and outcome.probe.usable else "not here"
-        text = f"{style.mark('fail' if failed else 'off')} {what}"
+        text = f"{style.mark('fail' if failed else 'off')} {'failed' if failed else 'not here'}"
         return [outcome.label, *["-"] * 6, text if failed else style.paint(text, "dim")]
     verified = (
         f"{style.mark('ok')} every byte"

@@ -19,7 +19,7 @@ from kvxfer import __version__
 from kvxfer.cli.environment import load_config
 from kvxfer.cli.rdma_survey import DeviceSurvey, GidRow, PortSurvey, find_warnings, survey_devices
 from kvxfer.cli.table import Align, Style, draw_table, format_size, wrap
-from kvxfer.errors import DeviceNotFoundError, UsageError
+from kvxfer.errors import UsageError
 from kvxfer.rdma_names import parse_devices
 from kvxfer.verbs.enums import LinkLayer
 from kvxfer.verbs.gid import format_gid
@@ -66,7 +66,11 @@ def select(found: Sequence[DeviceSurvey], names: Sequence[str]) -> list[DeviceSu
     for item in wanted:
         if not any(item.includes(device.name, port.port.number) for device in found for port in device.ports):
             there = ", ".join(port.name for device in found for port in device.ports) or "none"
-            raise DeviceNotFoundError(f"there is no RDMA device or port {item}; there is {there}.", device=item.device)
+            raise UsageError(
+                f"there is no RDMA device or port {item}; there is {there}.",
+                remedy="Name one of these, or none for all.",
+                device=item.device,
+            )
     kept = []
     for device in found:
         ports = tuple(

@@ -97,7 +97,7 @@ def _to_text(check: Check, style: Style) -> str:
     text = f"  {style.mark(check.status)} {label}{value}"
     if not check.remedy:
         return text
-    colour = {"ok": "dim", "warn": "yellow", "fail": "red"}[check.status]
+    colour = {"ok": "dim", "off": "dim", "warn": "yellow", "fail": "red"}[check.status]
     return text + "\n" + style.paint(wrap(check.remedy, style, indent), colour)
 
 
@@ -105,8 +105,10 @@ NAME_WIDTH = 18
 
 
 def _summary(checks: list[Check], style: Style) -> str:
-    counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
+    counts = {status: sum(check.status == status for check in checks) for status in ("ok", "off", "warn", "fail")}
     parts = [style.paint(f"{counts['ok']} ok", "green")]
+    if counts["off"]:
+        parts.append(style.paint(f"{counts['off']} not here", "dim"))
     if counts["warn"]:
         parts.append(style.paint(f"{counts['warn']} to look at", "yellow"))
     parts.append(style.paint(f"{counts['fail']} failed", "red", "bold") if counts["fail"] else "0 failed")

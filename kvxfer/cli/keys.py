@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 
-from kvxfer.errors import ConfigError
+from kvxfer.errors import AuthenticationError, ConfigError, KvxferError
 
-__all__ = ["key_settings"]
+__all__ = ["key_settings", "remedy_of"]
 
 
 def key_settings(variable: str | None) -> dict[str, str]:
@@ -24,3 +24,10 @@ def key_settings(variable: str | None) -> dict[str, str]:
             variable=variable,
         )
     return {"key": key}
+
+
+def remedy_of(error: KvxferError) -> str:
+    """Return the remedy of an error; where keys differ, with the option that gives a command one."""
+    if not isinstance(error, AuthenticationError):
+        return error.remedy
+    return f"{error.remedy} Here: --key-env NAME, with the variable NAME set to the key; `kvxfer serve` takes it too."

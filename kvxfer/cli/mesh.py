@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import format_host_port, parse_host_port
-from kvxfer.cli.keys import key_settings
+from kvxfer.cli.keys import key_settings, remedy_of
 from kvxfer.cli.mesh_agent import ANSWER_PREFIX, MeshRequest, TargetReport
 from kvxfer.cli.mesh_text import draw_mesh
 from kvxfer.cli.rail_check import CONTROL, RailReport, Share, find_pool
@@ -48,11 +48,14 @@ NAME_LENGTH_MAX = 80
 class MeshHost:
     """One engine of the file, and what is known of it.
 
+    line: where the file names it, from 1. generation: which process it is; "" where it does not answer.
     acts: whether it tries rails itself. error: why nothing is known, with remedy. ports: those it offers, "mlx5_0:1".
     unused: its other ports, and why. targets: what it tried.
     """
 
     address: str
+    line: int = 0
+    generation: str = ""
     acts: bool = False
     error: str = ""
     remedy: str = ""
@@ -82,12 +85,18 @@ def run(arguments: Namespace) -> int:
     import kvxfer
 
     logging.getLogger("kvxfer").setLevel(logging.ERROR)  # what the engine would warn of is in the result
-    addresses = read_hosts(arguments.hostfile)
-    progress = Progress(sys.stderr, "kvxfer mesh", total=2 * len(addresses))
+    lines = read_lines(arguments.hostfile)
+    addresses = list(lines)
+    progress = Progress(sys.stderr, "kvxfer mesh", total=3 * len(addresses))
     with kvxfer.TransferEngine(port=0, **key_settings(arguments.key_env)) as engine:
         try:
             hosts = measure(
-                engine, addresses, parallel=arguments.parallel, timeout_s=arguments.timeout, progress=progress
+                engine,
+                addresses,
+                parallel=arguments.parallel,
+                timeout_s=arguments.timeout,
+                progress=progress,
+                lines=list(lines.values()),
             )
         finally:
             progress.clear()
@@ -106,11 +115,16 @@ def run(arguments: Namespace) -> int:
 
 def read_hosts(file: Path) -> list[str]:
     """Return the addresses in a file, in its order; "-" is standard input. Raises UsageError."""
+    return list(read_lines(file))
+
+
+def read_lines(file: Path) -> dict[str, int]:
+    """Return the addresses in a file, in its order, each with the number of its line. Raises UsageError."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(f"{file} cannot be read: {exc}.", remedy="Name a file with one HOST:PORT a line.") from None
-    found: list[str] = []
+    found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         word = line.partition("#")[0].strip()
         if not word:
@@ -122,7 +136,7 @@ def read_hosts(file: Path) -> list[str]:
         address = format_host_port(target.host, target.port)
         if address in found:
             raise UsageError(f"{file}, line {number}: {address} is there twice.", remedy="Name each engine once.")
-        found.append(address)
+        found[address] = number
     if len(found) < 2:
         raise UsageError(
             f"{file} names {len(found) or 'no'} engine{'' if len(found) == 1 else 's'}; a mesh has two at least.",
@@ -132,18 +146,40 @@ def read_hosts(file: Path) -> list[str]:
 
 
 def measure(
-    engine: TransferEngine, addresses: Sequence[str], *, parallel: int, timeout_s: float, progress: Progress
+    engine: TransferEngine,
+    addresses: Sequence[str],
+    *,
+    parallel: int,
+    timeout_s: float,
+    progress: Progress,
+    lines: Sequence[int] = (),
 ) -> list[MeshHost]:
-    """Have every engine that acts try its rails to all others; return what is known of each, in order."""
-    deadline = time.monotonic() + timeout_s
-    hosts = [MeshHost(address) for address in addresses]
+    """Have every engine that acts try its rails to all others; return what is known of each, in order.
 
-    def ask(host: MeshHost) -> tuple[Segment, str] | None:
+    lines: where the file names them. Raises UsageError, before any is asked, where two names lead to one engine.
+    """
+    deadline = time.monotonic() + timeout_s
+    hosts = [
+        MeshHost(address, line) for address, line in zip(addresses, lines or range(1, len(addresses) + 1), strict=True)
+    ]
+
+    def reach(host: MeshHost) -> Segment | None:
+        progress.step(f"opening {host.address}")
+        try:
+            segment = engine.open_segment(host.address, transports=CONTROL)
+        except KvxferError as error:
+            host.error, host.remedy = error.message, remedy_of(error)
+            return None
+        host.generation = segment.generation
+        return segment
+
+    def ask(host: MeshHost, segment: Segment | None) -> tuple[Segment, str] | None:
+        if segment is None:
+            return None
         progress.step(f"asking {host.address}")
         at = addresses.index(host.address)
         others = (*addresses[at + 1 :], *addresses[:at])  # each begins with another one
         try:
-            segment = engine.open_segment(host.address, transports=CONTROL)
             offer = segment.offer_of("rdma")
             if offer is not None:
                 host.ports = tuple(f"{port.device}:{port.port}" for _, port in read_card(offer, host.address))
@@ -158,7 +194,9 @@ def measure(
         return segment, request.id
 
     with ThreadPoolExecutor(ASKED_AT_ONCE) as askers:  # one that is not there costs a time-out
-        asked = list(askers.map(ask, hosts))
+        reached = list(askers.map(reach, hosts))
+        _check_distinct(hosts)
+        asked = list(askers.map(ask, hosts, reached))
     for host, question in zip(hosts, asked, strict=True):
         if question is None:
             continue
@@ -168,6 +206,18 @@ def measure(
         except KvxferError as error:
             host.error, host.remedy = error.message, error.remedy
     return hosts
+
+
+def _check_distinct(hosts: Sequence[MeshHost]) -> None:
+    first: dict[str, MeshHost] = {}
+    for host in hosts:
+        other = first.setdefault(host.generation, host)
+        if host.generation and other is not host:
+            raise UsageError(
+                f"lines {other.line} and {host.line} name the same engine: {other.address} and {host.address}.",
+                remedy="Name each engine once.",
+                addresses=(other.address, host.address),
+            )
 
 
 def _send(engine: TransferEngine, segment: Segment, request: MeshRequest) -> None:

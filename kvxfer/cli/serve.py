@@ -24,12 +24,12 @@ from kvxfer.cli.mesh_agent import MeshAgent
 from kvxfer.cli.rail_check import REGION_NAME
 from kvxfer.cli.table import Style, format_size
 from kvxfer.engine import TransferEngine
+from kvxfer.text import guess_protocol
 
-__all__ = ["REGION_NAME", "run"]
+__all__ = ["REGION_NAME", "run", "to_words"]
 
 TURN_S = 0.5
 """How often notifications are fetched, so that they do not pile up; a signal or an event ends the turn early."""
-DISCONNECTED = "peer.disconnected"
 SHOWN_PREFIXES = ("peer.", "listener.")
 
 Event = Mapping[str, Any]
@@ -97,6 +97,52 @@ def _show_until(events: queue.SimpleQueue[Event], show: _Printer, deadline: floa
             return
 
 
+def to_words(event: Event) -> str:
+    """Return what is told of an event, after the name of the peer. One that is not known here is told as it is."""
+    name = str(event["event"])
+    tell = _WORDS.get(name)
+    if tell is not None:
+        return tell(event)
+    rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("event", "peer", "label"))
+    return name.removeprefix("peer.").replace(".", " ") + (f": {rest}" if rest else "")
+
+
+def _stranger(event: Event) -> str:
+    first_bytes = bytes.fromhex(str(event.get("first_bytes", "")))
+    guess = guess_protocol(first_bytes)
+    return f"is not a kvxfer peer ({f'looks like {guess}' if guess else f'its first bytes are {first_bytes!r}'})"
+
+
+def _silent(event: Event) -> str:
+    received = event.get("received_nbytes", 0)
+    said = f"sent {received} bytes and then nothing more" if received else "connected and said nothing"
+    return f"{said} in time; the connection was closed"
+
+
+def _mesh_answered(event: Event) -> str:
+    counts = [f"{count} {key}" for key, count in event.items() if key not in ("event", "peer", "label")]
+    return f"has its answer for the mesh: {', '.join(counts) or 'no'} rails"
+
+
+_WORDS: dict[str, Callable[[Event], str]] = {
+    "peer.connected": lambda event: f"connected over {event.get('transport')}",
+    "peer.disconnected": lambda event: "disconnected",
+    "peer.refused": lambda event: f"was refused: {event.get('reason')}",
+    "listener.stranger": _stranger,
+    "listener.silent": _silent,
+    "listener.full": lambda event: (
+        f"was refused: connections_max ({event.get('connections_max')}) connections are open already"
+    ),
+    "listener.accept_failed": lambda event: (
+        f"a connection could not be taken: {event.get('error')}; it is tried again. Is the limit on open files too low?"
+    ),
+    "mesh.asked": lambda event: f"asks for a mesh; engines to try: {event.get('targets')}",
+    "mesh.refused": lambda event: f"asked for a mesh and was refused: {event.get('reason')}",
+    "mesh.answered": _mesh_answered,
+    "notification": lambda event: f"sent a notification of {event.get('nbytes')} bytes",
+}
+
+
 class _Printer:
     """Prints what happens, for a person or as one JSON object a line."""
 
@@ -128,14 +174,10 @@ class _Printer:
         if self._is_json:
             self._print_json(**event)
             return
-        name, peer = str(event["event"]), str(event.get("label") or event.get("peer", ""))
-        hidden = {"event", "peer", "label"} | ({"reason"} if name == DISCONNECTED else set())
-        rest = ", ".join(
-            str(value) if key == "error" else f"{key} {value}" for key, value in event.items() if key not in hidden
-        )
+        peer = str(event.get("label") or event.get("peer", ""))
         clock = self._style.paint(time.strftime("%H:%M:%S"), "dim")
-        what = name.removeprefix("peer.").replace(".", " ")
-        print(f"{clock}  {self._style.paint(peer, 'cyan')} {what}" + (f": {rest}" if rest else ""), flush=True)
+        who = f"{self._style.paint(peer, 'cyan')} " if peer else ""
+        print(f"{clock}  {who}{to_words(event)}", flush=True)
 
     def stopped(self) -> None:
         """Say goodbye."""

@@ -81,12 +81,16 @@ def last_error() -> BaseException | None:
 
 
 def report(call: str, error: Exception) -> Code:
-    """Keep the error for `last_error`, put its message into the log, once, and return its code."""
+    """Keep the error for `last_error`, put its message into the log, once, and return its code.
+
+    One that only repeats what the log has (`is_told`) is not written again.
+    """
     code = code_of(error)
     _of_thread.error = error
     if isinstance(error, errors.KvxferError):
         _forget_frames(error)
-        log.warning("mooncake.call_failed", call=call, code=int(code), kind=type(error).__name__, error=str(error))
+        if not error.values.get("is_told"):
+            log.warning("mooncake.call_failed", call=call, code=int(code), kind=type(error).__name__, error=str(error))
     else:
         log.error("mooncake.call_broke", call=call, code=int(code), error=repr(error), trace=traceback.format_exc())
     return code

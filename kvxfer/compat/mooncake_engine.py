@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kvxfer import EngineConfig, MemoryArgumentError, Opcode, UnsupportedError, UsageError
+from kvxfer import EngineConfig, KvxferError, MemoryArgumentError, Opcode, UnsupportedError, UsageError
 from kvxfer.compat.mooncake_arguments import Rows, take_column, take_int, take_text
 from kvxfer.compat.mooncake_codes import Answer, Code, answer
 from kvxfer.compat.mooncake_memory import copy_bytes
@@ -39,6 +39,7 @@ class TransferEngine:
 
     def __init__(self) -> None:
         self._running: Running | None = None
+        self._refusal: KvxferError | None = None  # why the last `initialize` failed
         self._initializing = threading.Lock()
         self._finalizer: weakref.finalize[[Running], TransferEngine]
 
@@ -78,11 +79,15 @@ class TransferEngine:
 
         def start() -> int:
             with self._initializing:  # else one of two would be started and forgotten
-                before, self._running = self._running, None
+                before, self._running, self._refusal = self._running, None, None
                 if before is not None:  # first, as Mooncake does it: the new one may want its name or its port
                     before.close()
                     self._finalizer.detach()
-                running = Running(wish, os.environ)
+                try:
+                    running = Running(wish, os.environ)
+                except KvxferError as error:
+                    self._refusal = error
+                    raise
                 self._finalizer = close_with(self, running)
                 self._running = running
             return Code.OK
@@ -405,6 +410,13 @@ class TransferEngine:
     def _with_running(self, work: Callable[[Running], Answer]) -> Answer:
         running = self._running
         if running is None:
+            refusal = self._refusal
+            if refusal is not None:
+                raise UsageError(
+                    f"the engine is not initialised, because initialize failed: {refusal.message}",
+                    remedy=refusal.remedy,
+                    is_told=True,
+                )
             raise UsageError(
                 "the engine is not initialised.",
                 remedy="Call initialize first, and look at what it returns.",

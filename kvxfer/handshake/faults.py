@@ -15,6 +15,7 @@ from kvxfer.errors import (
     RemoteProtocolError,
 )
 from kvxfer.handshake.bodies import Hello
+from kvxfer.text import format_seconds
 
 __all__ = ["find_identity_fault", "find_version_fault", "stream_ended", "timed_out", "wrong_proof"]
 
@@ -101,7 +102,8 @@ def timed_out(peer: str, deadline_s: float, state: str, missing: str, stale_fram
     who = f"peer {peer!r}" if peer else "the peer"
     stale = f" {stale_frames} frames of other attempts were dropped." if stale_frames else ""
     return HandshakeTimeoutError(
-        f"the handshake with {who} was not finished within {deadline_s:g} s: missing is {missing}.{stale}",
+        f"the handshake with {who} was not finished within {format_seconds(deadline_s)} s: "
+        f"missing is {missing}.{stale}",
         remedy="The peer is overloaded or stopped, or no kvxfer engine; handshake_timeout_s "
         "(KVXFER_HANDSHAKE_TIMEOUT_S) sets how long to wait.",
         peer=peer,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvxfer.errors import LocalProtocolError, RemoteProtocolError
+from kvxfer.text import guess_protocol
 
 __all__ = [
     "ANSWERING_KINDS",
@@ -116,21 +117,6 @@ ANSWERING_KINDS = (SESSION_KINDS - ASKING_KINDS) | {FrameKind.PING, FrameKind.PO
 UNREAD_NBYTES_MAX = HEADER.size + max(BODY_NBYTES_MAX.values()) + MIB
 """Whoever feeds more than this without taking frames out has forgotten to."""
 
-_STRANGERS: tuple[tuple[bytes, str], ...] = (
-    (b"SSH-", "an SSH server"),
-    (b"HTTP/", "an HTTP server"),
-    (b"GET ", "an HTTP client"),
-    (b"HEAD ", "an HTTP client"),
-    (b"POST ", "an HTTP client"),
-    (b"PUT ", "an HTTP client"),
-    (b"PRI * HT", "an HTTP/2 client"),
-    (b"OPTIONS ", "an HTTP client"),
-    (b"CONNECT ", "an HTTP client"),
-    (b"DELETE ", "an HTTP client"),
-    (b"\x16\x03", "a TLS client or server"),
-    (b"\x15\x03", "a TLS alert"),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -196,7 +182,8 @@ class FrameDecoder:
         seen = bytes(self._buffer[: len(MAGIC)])
         if seen == MAGIC[: len(seen)]:
             return
-        who = next((f" and looks like {who}" for start, who in _STRANGERS if seen.startswith(start)), "")
+        guess = guess_protocol(seen)
+        who = f" and looks like {guess}" if guess else ""
         raise RemoteProtocolError(
             f"the other side is not a kvxfer peer{who}: its first bytes are {seen!r} ({seen.hex(' ')}), not {MAGIC!r}.",
             remedy="Check host and port: this must be the address that a kvxfer engine reports.",

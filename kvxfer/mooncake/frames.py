@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import RemoteProtocolError
+from kvxfer.text import guess_protocol
 
 __all__ = [
     "LENGTH_MAX",
@@ -124,7 +125,7 @@ class MessageDecoder:
         if len(self._data) >= LENGTH_NBYTES:
             self._length = int.from_bytes(self._data[:LENGTH_NBYTES], "little")
             if not 1 <= self._length <= LENGTH_MAX:
-                raise RemoteProtocolError(f"a message announces {self._length} bytes; from 1 to {LENGTH_MAX} can be.")
+                raise _no_length(bytes(self._data[:LENGTH_NBYTES]))
         if len(self._data) <= LENGTH_NBYTES:
             return False
         number = self._data[LENGTH_NBYTES]
@@ -139,6 +140,22 @@ class MessageDecoder:
                 f"a {self._kind.name} message announces {self._length} bytes; the limit is {self._body_nbytes_max}."
             )
         return True
+
+
+def _no_length(head: bytes) -> RemoteProtocolError:
+    """What is told of a length that cannot be: mostly it is the text of another protocol."""
+    who = guess_protocol(head)
+    told = f"a message announces {int.from_bytes(head, 'little')} bytes; from 1 to {LENGTH_MAX} can be."
+    if who or (head.isascii() and head.decode().isprintable()):
+        told = (
+            f"the other side does not speak Mooncake's protocol{f' and looks like {who}' if who else ''}: "
+            f"its first bytes are {head!r}."
+        )
+    return RemoteProtocolError(
+        told,
+        remedy="Check host and port: this must be the RPC port of a Mooncake process, as get_rpc_port() returns it.",
+        first_bytes=head.hex(),
+    )
 
 
 _KINDS = frozenset(int(kind) for kind in MessageKind)

@@ -117,6 +117,9 @@ class Loop:
     def close(self, timeout_s: float) -> bool:
         """End the thread; False if it is still running after `timeout_s`."""
         self._closing = True
+        if self._thread.ident is None:  # never started, or it could not be
+            self._end()
+            return True
         self.wake()
         if self._thread.is_alive() and not self.is_current:
             self._thread.join(timeout_s)
@@ -160,12 +163,18 @@ class Loop:
                         handler.timer(now)
                     except Exception as error:
                         self._drop(handler, error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        try:
             self._run_calls()  # what was asked for before the end: descriptors to close
         finally:
             with self._wake_lock:
-                self._wake_fd_open = False
-                self._epoll.close()
-                os.close(self._wake_fd)
+                if self._wake_fd_open:
+                    self._wake_fd_open = False
+                    self._epoll.close()
+                    os.close(self._wake_fd)
 
     def _run_calls(self) -> None:
         while self._calls:

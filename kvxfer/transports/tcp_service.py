@@ -85,13 +85,21 @@ class DataService:
             if self._closed or len(self._connections) >= self._config.tcp_connections_max:
                 return False
             if len(self._loops) < self._config.tcp_service_threads:
-                self._loops.append(Loop(f"kvxfer-data-{len(self._loops)}", spin_s=self._config.spin_s))
-                self._loops[-1].start()
+                self._loops.append(self._start_loop())
             loop = self._loops[len(self._connections) % len(self._loops)]
             served = make(loop)
             self._connections[number] = served
             loop.call_soon(served.begin)  # under the lock: before anybody can ask to close it
         return True
+
+    def _start_loop(self) -> Loop:
+        loop = Loop(f"kvxfer-data-{len(self._loops)}", spin_s=self._config.spin_s)
+        try:
+            loop.start()
+        except BaseException:  # no more threads
+            loop.close(0.0)
+            raise
+        return loop
 
     @property
     def is_full(self) -> bool:

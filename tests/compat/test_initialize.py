@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import kvxfer
-from kvxfer.compat import mooncake
+from kvxfer.compat import mooncake, mooncake_running
 from kvxfer.compat import mooncake_environment as environment_of
-from kvxfer.compat.mooncake_running import _all as RUNNING
 from kvxfer.compat.mooncake_settings import P2P, Wish, open_engine, transfer_timeout_s
 from kvxfer.transports.rdma import RdmaTransport
 
@@ -146,6 +145,28 @@ def test_rdma_without_a_device_fails_and_names_every_nic(caplog: pytest.LogCaptu
 
 
 @pytest.mark.usefixtures("no_device")
+def test_calls_after_a_failed_initialize_repeat_its_reason_and_log_nothing_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = mooncake.TransferEngine()
+    engine.initialize("127.0.0.1", P2P, "rdma", "")
+    reason = mooncake.last_error()
+    caplog.clear()
+
+    codes = [engine.get_rpc_port(), engine.register_memory(4096, 4096)]
+
+    error = mooncake.last_error()
+    assert codes == [-1, -1]
+    assert isinstance(reason, kvxfer.KvxferError)
+    assert isinstance(error, kvxfer.UsageError)
+    assert reason.message in error.message
+    assert error.remedy == reason.remedy
+    assert not caplog.records
+    assert engine.initialize("127.0.0.1", P2P, "tcp", "") == 0
+    assert engine.get_rpc_port() > 0
+
+
+@pytest.mark.usefixtures("no_device")
 def test_fallback_that_is_allowed_is_told_once(engines: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     engine = open_one(engines, wish(protocol="rdma"), KVXFER_ALLOW_FALLBACK="1")
 
@@ -234,7 +255,7 @@ def test_engine_initialised_by_several_threads_at_once_is_one_engine() -> None:
     """Else those that lost would stay open, with a port each, for as long as the process."""
     engine = mooncake.TransferEngine()
     codes: list[int] = []
-    before = set(RUNNING)
+    before = set(mooncake_running._all)
 
     def initialize() -> None:
         codes.append(engine.initialize("127.0.0.1", P2P, "tcp", ""))
@@ -246,7 +267,7 @@ def test_engine_initialised_by_several_threads_at_once_is_one_engine() -> None:
         for thread in threads:
             thread.join()
 
-    opened = [one for one in RUNNING if one not in before and not one.engine.service._closed]
+    opened = [one for one in mooncake_running._all if one not in before and not one.engine.service._closed]
     assert codes == [0] * 12
     assert [one.port for one in opened] == [engine.get_rpc_port()]
     opened[0].close()

@@ -147,11 +147,22 @@ def test_deadline_of_submit_holds_for_wait(own_link: Link) -> None:
         assert again.value is caught.value
 
 
+def test_timeout_says_where_only_the_notification_is_outstanding(own_link: Link) -> None:
+    link = own_link
+    batch, _, _ = submit_large(link, notify=b"x")
+    with link.stalled(), pytest.raises(TransferTimeoutError) as caught:
+        batch.wait(0.2)
+
+    is_moved = caught.value.nbytes_done == batch.nbytes
+    assert is_moved == link.medium.startswith("shm")
+    assert ("the peer has not confirmed the notification" in str(caught.value)) == is_moved
+
+
 def test_timeout_of_wait_is_final(own_link: Link) -> None:
     link = own_link
     batch, here, there = submit_large(link, notify=b"x")
     with link.stalled():
-        with pytest.raises(TransferTimeoutError):
+        with pytest.raises(TransferTimeoutError, match=r"\(limit 0\.1 s, ended after [\d.]+ s\)"):
             batch.wait(0.1)
         assert batch.is_done
 

@@ -259,6 +259,7 @@ def test_rdma_asked_for_is_an_error_alone_and_a_warning_beside_tcp(
     with pytest.raises(TransportUnavailableError, match="rdma: ") as caught:
         TransferEngine(transports=("rdma",))
     assert set(caught.value.reasons) == {"rdma"}
+    assert ".." not in str(caught.value)
 
     with Peer(transports=("tcp",)) as peer, TransferEngine(transports=("rdma", "tcp")) as engine:
         assert engine.transports == ("tcp",)
@@ -271,6 +272,10 @@ def test_rdma_asked_for_is_an_error_alone_and_a_warning_beside_tcp(
         assert any("segment.opened" in one and "rdma" in one for one in warned)
         with pytest.raises(TransportUnavailableError, match=r"Wanted here: rdma; offered there: tcp"):
             engine.open_segment(peer.address, transports=("rdma",))
+        with pytest.raises(TransportUnavailableError) as told:
+            engine.open_segment(peer.address, transports=("rdma", "shm"))
+        assert ".;" not in str(told.value)
+        assert ".." not in str(told.value)
 
 
 @needs_root

@@ -135,19 +135,19 @@ def test_demo_shows_a_table_without_colour_when_piped() -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_demo_of_one_transport_leaves_the_others_out() -> None:
-    done = run("demo", "--json", "--transports", "tcp", *SMALL)
+@pytest.mark.parametrize("option", ["--transports", "--transport"])
+def test_demo_of_one_transport_shows_it_alone(option: str) -> None:
+    done = run("demo", "--json", option, "tcp", *SMALL)
 
-    shm, _rdma, tcp = objects(done.stdout)
+    (tcp,) = objects(done.stdout)
     assert done.returncode == 0
-    assert shm["skipped"] is True
     assert tcp["verified"] is True
 
 
 def test_demo_of_rdma_alone_fails_and_says_why() -> None:
     done = run("demo", "--json", "--transports", "rdma", *SMALL)
 
-    rdma = objects(done.stdout)[1]
+    (rdma,) = objects(done.stdout)
     assert done.returncode == 1
     assert (rdma["transport"], rdma["usable"]) == ("rdma", False)
     assert rdma["remedy"]
@@ -298,6 +298,7 @@ def test_key_from_the_environment_lets_the_right_peer_in_and_no_other() -> None:
     assert right.returncode == 0
     assert wrong.returncode == 1
     assert "key" in wrong.stderr
+    assert "--key-env NAME" in wrong.stderr
     assert "horse" not in wrong.stderr + wrong.stdout
 
 
@@ -393,6 +394,8 @@ def test_doctor_reports_a_broken_setting_and_goes_on() -> None:
         (["mesh", "hosts.txt", "--parallel", "65"], 2, "1 to 64"),
         (["frobnicate"], 2, "invalid choice"),
         (["demo", "--frobnicate"], 2, "kvxfer demo --help"),
+        (["demo", "foo"], 2, "unexpected argument foo"),
+        (["bench", "--transports", "rdma"], 1, "no RDMA"),
     ],
 )
 def test_mistake_is_told_in_one_line_with_what_to_do(words: list[str], status: int, told: str) -> None:
@@ -402,6 +405,17 @@ def test_mistake_is_told_in_one_line_with_what_to_do(words: list[str], status: i
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert told in done.stderr
+
+
+@pytest.mark.parametrize("words", [["devices"], ["bench", "--transport", "rdma"], ["bench", "--peer", "127.0.0.1:1"]])
+def test_failure_of_a_command_with_json_is_one_object(words: list[str]) -> None:
+    done = run(*words, "--json", KVXFER_CONNECT_TIMEOUT_S="0.3")
+
+    (told,) = objects(done.stdout)
+    assert done.returncode == 1
+    assert set(told) == {"error", "remedy"}
+    assert told["error"] in done.stderr
+    assert told["remedy"] in done.stderr
 
 
 def test_port_in_use_is_told_with_the_port(serve: Serve) -> None:

@@ -12,6 +12,7 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -255,6 +256,21 @@ def test_a_service_that_was_closed_answers_no_more_and_the_engine_goes_on(served
         served.data()
     assert served.region.remote_use_count == 0
     served.service = MooncakeService(served.engine)
+
+
+def test_a_data_connection_that_gets_no_thread_does_not_close_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_thread)
+        with served.data() as connection:
+            assert is_closed_by_peer(connection)
+
+    served.check()
+    served.engine.close()
+
+
+def refuse_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_an_engine_has_one_service(served: Served) -> None:

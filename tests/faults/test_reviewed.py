@@ -619,3 +619,21 @@ def test_what_to_do_about_a_missing_right_can_be_pasted(make_pair: Callable[...,
 
     assert re.search(r"rights=(kvxfer\.)?Rights\.ALL\b", str(caught.value))
     assert "<Rights" not in str(caught.value)
+
+
+def test_an_engine_whose_thread_cannot_start_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One epoll and one eventfd stayed with each try, and the port for as long as the error was kept."""
+    TransferEngine().close()
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                TransferEngine()
+
+    assert len(os.listdir("/proc/self/fd")) <= len(before)

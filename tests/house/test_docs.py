@@ -3,16 +3,20 @@ the one in the code. Run as a program this file writes the ladder into docs/rdma
 
 from __future__ import annotations
 
+import code
 import errno
 import re
+import sys
 from pathlib import Path
+from types import CodeType
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from kvxfer.config import EngineConfig
 from kvxfer.transports.rdma_ladder import LADDER, QueuePairAttributes
-from tests.support.doc_examples import ROOT, run_blocks
+from tests.support.doc_examples import ROOT, find_blocks, run_blocks
 from tests.support.fake_verbs import FakeFabric, FakeLibrary, connectx
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -61,6 +65,52 @@ def test_examples_of_the_verbs_page_run(capsys: pytest.CaptureFixture[str]) -> N
     assert "mlx5_0" in out
     assert "sgid_index 200 is an empty row" in out
     assert not library.leaks
+
+
+def test_examples_of_the_mooncake_page_run() -> None:
+    names = run_blocks(ROOT / "docs" / "mooncake.md")
+
+    assert names["cache"].sum() == 7 * 3 * 65536
+
+
+class Prompt(code.InteractiveConsole):
+    """A Python prompt that raises what it would only print."""
+
+    def runcode(self, code: CodeType) -> None:
+        exec(code, self.locals)  # type: ignore[arg-type, unused-ignore]
+
+    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
+        error = sys.exc_info()[1]
+        assert error is not None
+        raise error
+
+
+def test_examples_of_the_verbs_page_can_be_pasted_into_a_prompt() -> None:
+    prompt = Prompt()
+
+    with mock.patch("kvxfer.verbs.device.load_library", return_value=FakeLibrary(FakeFabric(), connectx("mlx5_0"))):
+        for start, block in find_blocks(ROOT / "docs" / "verbs.md"):
+            for line, text in enumerate(block.splitlines(), start + 1):
+                try:
+                    wants_more = prompt.push(text)
+                except BaseException as error:
+                    raise AssertionError(f"docs/verbs.md:{line}: {error}") from error
+            assert not wants_more, f"docs/verbs.md:{line}: a compound statement needs a blank line after it"
+
+
+def test_a_prompt_wants_a_blank_line_after_a_compound_statement() -> None:
+    prompt = Prompt()
+
+    prompt.push("for _ in range(2):")
+    prompt.push("    pass")
+    with pytest.raises(SyntaxError):
+        prompt.push("assert True")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_compiles(page: Path) -> None:
+    for line, block in find_blocks(page):
+        compile("\n" * line + block, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

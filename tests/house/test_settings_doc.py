@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxfer.config import EngineConfig, Setting
+from kvxfer.config import OTHER_VARIABLES, EngineConfig, Setting
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
@@ -13,10 +13,27 @@ An argument of `TransferEngine` wins over the environment variable, which wins o
 A value outside its range raises `ConfigError` with the range.
 A variable named after "or" is Mooncake's; it is read where kvxfer's own is not set.
 A `KVXFER_*` variable that is no setting is told in the log with the closest name.
+The few variables that are no settings are at the end of this page.
 This file is generated from `kvxfer/config.py`.
 
 | setting | variable | unit and range | default | meaning | why this default |
 |---|---|---|---|---|---|
+"""
+OTHERS = {
+    "KVXFER_ALLOW_FALLBACK": "1: in Mooncake's place, go on over tcp where RDMA was asked for and cannot be had; "
+    "[mooncake.md](mooncake.md#without-an-rdma-device)",
+    "KVXFER_LIBIBVERBS": "file name or soname of the libibverbs to open, in place of `libibverbs.so.1`",
+    "KVXFER_TRACEBACK": "1: the commands show the traceback of an error, not only its message",
+    "KVXFER_UML_KERNEL": "the kernel that `tests/lab/run-in-uml.sh` and `LAB=uml make lab` boot; read by the lab only; "
+    "[lab.md](lab.md)",
+}
+FOOT = """
+## Variables that are no settings
+
+They are no arguments of `TransferEngine`, and their values are not checked.
+
+| variable | meaning |
+|---|---|
 """
 COMPUTED = {"shm_copy_threads": "2, or 1 on one CPU"}
 
@@ -27,7 +44,8 @@ def render() -> str:
         f"| {row.meaning} | {row.source} |\n"
         for row in EngineConfig.settings()
     ]
-    return HEAD + "".join(rows)
+    others = [f"| `{name}` | {meaning} |\n" for name, meaning in OTHERS.items()]
+    return "".join([HEAD, *rows, FOOT, *others])
 
 
 def _variables(row: Setting) -> str:
@@ -42,6 +60,14 @@ def _show(default: object) -> str:
 
 def test_settings_document_is_fresh() -> None:
     assert DOCUMENT.read_text() == render(), f"run: python {Path(__file__).name}"
+
+
+def test_variables_that_are_no_settings_are_all_there() -> None:
+    theirs = {
+        name for name in OTHER_VARIABLES if not name.startswith("KVXFER_CI_")
+    }  # told by the script that reads them
+
+    assert set(OTHERS) == theirs
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 #   --memory SIZE               (3G)
 #   --append 'ARGUMENTS'        more kernel arguments
 #   --keep                      leave the control folder with the console's log
+#   --help                      print this
 # Passed on: PATH HOME USER LANG LC_ALL TERM VIRTUAL_ENV PYTHON* PYTEST* LAB_* and the names in $GUEST_ENV.
 # Exit status: the command's; 124 it ran out of time; 125 the guest did not boot, died, or has no topology.
 
@@ -24,6 +25,15 @@ parse_option() { # a script's own options; returns how many arguments it took
     return 0
 }
 
+show_help() { # the head of the script that was started, and of this file
+    local file
+    for file in "$0" "${BASH_SOURCE[0]}"; do
+        sed -n '/^# shellcheck/d; /^#!/d; /^#/!q; s/^# \{0,1\}//p' "$file"
+        echo
+    done
+    exit 0
+}
+
 parse_options() {
     while (($#)); do
         case $1 in
@@ -34,17 +44,18 @@ parse_options() {
         --memory) memory=$2 && shift 2 ;;
         --append) append=$2 && shift 2 ;;
         --keep) keep=1 && shift ;;
+        -h | --help) show_help ;;
         --) shift && break ;;
         --*)
             local taken=0
             parse_option "$@" || taken=$?
-            ((taken)) || fail "unknown option $1; the head of guest-common.sh lists them"
+            ((taken)) || fail "unknown option $1; $(basename "$0") --help lists them"
             shift "$taken"
             ;;
         *) break ;;
         esac
     done
-    (($#)) || fail "usage: $(basename "$0") [OPTION ...] -- COMMAND ..."
+    (($#)) || fail "usage: $(basename "$0") [OPTION ...] -- COMMAND ...; --help lists the options"
     command=("$@")
     if [[ $topology != none && $topology != */* ]]; then topology=$lab/topologies/$topology.sh; fi
     [[ $topology == none || -f $topology ]] || fail "there is no topology $topology"

@@ -3,7 +3,7 @@
 #
 # The guest sees the host's / read-only below a tmpfs overlay: the same Python, virtual environment and checkout,
 # nothing to copy, and nothing it writes reaches the host. Needs no root, no /dev/kvm, no network. Two CPUs, emulated:
-# Python runs 15 to 20 times slower than on the host. Options and exit status: guest-common.sh; also
+# Python runs 15 to 20 times slower than on the host. Options and exit status: below, or guest-common.sh; also
 #   --kernel VERSION  a folder of build/lab/guest (the newest)       --cpus N (2)
 #   --accel kvm       where /dev/kvm can be opened (tcg)             --verbose  the kernel's log in full, with --keep
 set -Eeuo pipefail

@@ -4,7 +4,7 @@
 #
 # As run-in-guest.sh, but the kernel is a process of this host, so Python runs at nearly the host's pace; one CPU.
 # The kernel is not part of this project: a Linux for ARCH=um with hostfs, overlayfs, veth, dummy, netem, policy
-# routing, rdma_rxe and ib_uverbs built in. Needs no root. Options and exit status: guest-common.sh; also
+# routing, rdma_rxe and ib_uverbs built in. Needs no root. Options and exit status: below, or guest-common.sh; also
 #   --cpu N|none   the host CPU it is pinned to (one chosen by process number)
 set -Eeuo pipefail
 machine=uml

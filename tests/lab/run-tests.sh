@@ -5,8 +5,8 @@
 #   LAB_TOPOLOGIES=...  which guests, by the names of topologies/*.sh (all, wire first)
 #   LAB_TESTS=...       what pytest runs (tests/lab, and in the guest wire the conformance suite over rdma: all of it in
 #                       User-Mode Linux, a part of it in QEMU); LAB_ARGS=... more of its options
-#   LAB_MARKS=...       which of them by their marks: in User-Mode Linux all (rdma and not interop), in QEMU not the slow
-#                       ones, above all the faults; "rdma and interop" are those with the real Mooncake (make peers)
+#   LAB_MARKS=...       which of them by their marks: in User-Mode Linux all (rdma and not interop), in QEMU not the
+#                       slow ones, above all the faults; "rdma and interop": those with the real Mooncake (make peers)
 #   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 5)
 #   LAB_TIMEOUT_S=...   what all guests together may take (1080; in User-Mode Linux, with its 50 rounds, 2400)
 # Ends with the status of the first guest that failed; a guest that does not boot is a failure.
@@ -60,12 +60,13 @@ install_missing() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
-run_tests() { # TOPOLOGY: its pytest, in a guest
+run_tests() { # TOPOLOGY: its pytest, in a guest. A line for each test as it ends, so that a failure shows at once, and
+    # also where the guest dies; after ten the guest ends and shows them in full. LAB_ARGS come last and so win.
     local left_s=$((deadline - SECONDS)) chosen=("${tests[@]}")
     [[ $1 != wire ]] || chosen+=("${conformance[@]}")
     ((left_s > 0)) || { say "no time is left for $1" && return 124; }
-    bash "$lab/$runner" --topology "$1" --timeout "$left_s" -- "$python" -m pytest -q -p no:cacheprovider \
-        -o timeout=300 -m "$marks" "${chosen[@]}" "${options[@]}"
+    bash "$lab/$runner" --topology "$1" --timeout "$left_s" -- "$python" -m pytest -v --tb=short --maxfail=10 \
+        -p no:cacheprovider -o timeout=300 -m "$marks" "${chosen[@]}" "${options[@]}"
 }
 
 case $machine in

@@ -173,6 +173,29 @@ def test_unknown_variable_is_reported_once_with_the_closest_name(
     assert "did you mean KVXFER_TRANSPORTS?" in told
 
 
+@pytest.mark.parametrize("name", ["KVXFER_UML_KERNEL", "KVXFER_CI_INTEROP", "KVXFER_CI_OTHER_PYTHONS"])
+def test_variables_of_the_projects_own_tests_are_known(name: str) -> None:
+    assert EngineConfig.unknown_variables({name: "1"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("port", "0 to 65535"),
+        ("rdma_timeout", "1 to 31"),
+        ("tcp_socket_buffer_nbytes", "0 to 1 GiB"),
+        ("rdma_chunk_nbytes_max", "64 KiB to 4 EiB"),
+        ("tcp_connections_max", "1 to 1048576 connections"),
+        ("spin_s", "0 to 0.01 s"),
+        ("path_mtu_nbytes_max", "256, 512, 1024, 2048, 4096 bytes"),
+    ],
+)
+def test_range_is_told_in_whole_numbers_with_its_unit_once(name: str, allowed: str) -> None:
+    (row,) = [row for row in EngineConfig.settings() if row.name == name]
+
+    assert row.allowed == allowed
+
+
 @pytest.mark.parametrize("value", ["", " ", 5, b"host", "a\0b"])
 def test_host_that_cannot_be_meant_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="host is"):

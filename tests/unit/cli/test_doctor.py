@@ -76,6 +76,14 @@ def test_known_variables_are_shown_and_the_key_is_not(tmp_path: Path) -> None:
     assert check == Check("environment", "ok", "KVXFER_KEY=(set), KVXFER_PORT=7777")
 
 
+def test_variable_of_mooncake_that_supplies_a_setting_is_shown(tmp_path: Path) -> None:
+    environ = {"MC_GID_INDEX": "3", "MC_MTU": "1024", "KVXFER_PATH_MTU_NBYTES_MAX": "4096", "MC_OTHER": "1"}
+
+    check = checks_system.check_environment(machine(tmp_path, environ))
+
+    assert check.value == "KVXFER_PATH_MTU_NBYTES_MAX=4096, MC_GID_INDEX=3 (sets gid_index)"
+
+
 def test_every_setting_and_the_library_path_are_known_variables() -> None:
     assert {"KVXFER_HOST", "KVXFER_KEY", "KVXFER_LIBIBVERBS", "KVXFER_TRACEBACK"} <= known_variables()
 
@@ -254,7 +262,7 @@ def test_default_route_names_its_interface(tmp_path: Path, write: WriteFile, mon
         (Probe("tcp", usable=True, reason="sockets work"), "ok"),
         (Probe("tcp", usable=False, reason="no sockets", remedy="x"), "fail"),
         (Probe("shm", usable=False, reason="no memfd", remedy="x"), "warn"),
-        (Probe("rdma", usable=False, reason="no RDMA device", remedy="x", details={"devices": []}), "ok"),
+        (Probe("rdma", usable=False, reason="no RDMA device", remedy="x", details={"devices": []}), "off"),
         (Probe("rdma", usable=False, reason="found mlx5_0", remedy="x", details={"devices": ["mlx5_0"]}), "warn"),
     ],
 )
@@ -264,6 +272,20 @@ def test_transports_are_judged_by_what_depends_on_them(probe: Probe, status: str
     assert check.status == status
     assert probe.reason in check.value
     assert check.remedy == probe.remedy
+
+
+@pytest.mark.parametrize("settings", [{"transports": ("rdma", "tcp")}, {"rdma_devices": "mlx5_0"}])
+def test_rdma_that_a_setting_asks_for_and_is_not_here_is_a_warning(
+    tmp_path: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Probe("rdma", usable=False, reason="no RDMA device", remedy="x", details={"devices": []})
+    monkeypatch.setattr(checks_network.TRANSPORTS["rdma"], "probe", classmethod(lambda cls, config: absent))
+
+    asked = {check.name: check.status for check in checks_network.transport_checks(machine(tmp_path, **settings))}
+    default = {check.name: check.status for check in checks_network.transport_checks(machine(tmp_path))}
+
+    assert asked["transport rdma"] == "warn"
+    assert default["transport rdma"] == "off"
 
 
 def test_failed_check_is_exit_status_one_and_its_remedy_is_in_the_json(

@@ -344,6 +344,16 @@ def test_host_file_that_names_no_mesh_is_told_by_line(tmp_path: Path, text: str,
         read_hosts(file)
 
 
+def test_one_engine_under_two_names_is_told_by_line_before_any_is_asked(mesh: Mesh) -> None:
+    address = mesh.add("a", *two_rails(1)).address
+    mesh.add("b", *two_rails(2))
+
+    with pytest.raises(UsageError, match=f"lines 1 and 3 name the same engine: {address} and localhost:"):
+        mesh.run(f"localhost:{address.rpartition(':')[2]}")
+
+    assert mesh.serves[0].events == []
+
+
 def test_host_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_hosts(tmp_path / "none")
