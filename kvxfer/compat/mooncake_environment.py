@@ -66,7 +66,7 @@ IGNORED: dict[str, str] = {
     "MC_IB_PCI_RELAXED_ORDERING": "relaxed ordering is not asked for",
     "MC_MLX5_QP_UDP_SPORTS": "needs mlx5dv",
     "MC_MLX5_QP_LAG_PORT_BALANCE": "needs mlx5dv",
-    "MC_ENABLE_DEST_DEVICE_AFFINITY": "rails are paired by reachability and NUMA node",
+    "MC_ENABLE_DEST_DEVICE_AFFINITY": "rails are paired by reachability",
     "MC_ENABLE_HCA_PEER_AFFINITY": "as MC_ENABLE_DEST_DEVICE_AFFINITY",
     "MC_NIC_PEER_AFFINITY": "as MC_ENABLE_DEST_DEVICE_AFFINITY; rdma_peer_devices chooses",
     "MC_PATH_ROUNDROBIN": "a batch goes over all rails",
