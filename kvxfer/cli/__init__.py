@@ -340,7 +340,8 @@ def _add_shim_path(commands: Commands[argparse.ArgumentParser]) -> None:
         """,
         """
         PYTHONPATH=$(kvxfer shim-path) vllm serve ...
-        PYTHONPATH=$(kvxfer shim-path)${PYTHONPATH:+:$PYTHONPATH} python -c 'import mooncake.engine as e; print(e.__file__)'
+        export PYTHONPATH=$(kvxfer shim-path)${PYTHONPATH:+:$PYTHONPATH}
+        python -c 'import mooncake.engine as e; print(e.__file__)'
         """,
     )
 
