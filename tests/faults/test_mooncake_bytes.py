@@ -7,6 +7,7 @@ written without leave. The real Mooncake is in tests/interop.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -479,6 +480,10 @@ def test_a_forked_child_leaves_the_ports_to_its_parent(served: Served) -> None:
             port = peer.run("result = engine.mooncake.tcp_data_port")
             pid = peer.run("pid = os.fork()\nif not pid: time.sleep(30)\nresult = pid")
             peer.kill()
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port)).close()
+
+            def is_refused() -> bool:
+                with socket.socket() as attempt:
+                    return attempt.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+            wait_until(is_refused)  # the child may not have come so far yet
             os.kill(pid, 9)
