@@ -33,7 +33,7 @@ lab: $(DEV_INSTALLED) ## the RDMA tests, in guests with soft-RoCE devices (QEMU;
 	bash tests/lab/run-tests.sh
 
 interop: $(DEV_INSTALLED) peers ## the tests against other engines and their servers, installed where missing
-	$(BIN)/python -m pytest -q -m interop
+	$(BIN)/python -m pytest -q -m "interop and not rdma"
 
 cover: $(DEV_INSTALLED) ## test-all with the lines that no test reaches
 	$(BIN)/python -m coverage erase
