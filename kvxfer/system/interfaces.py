@@ -17,6 +17,7 @@ from typing import Any
 
 from kvxfer.system.abi import ffi
 from kvxfer.system.calls import libc
+from kvxfer.system.kernel_file import read_kernel_file
 
 __all__ = ["Interface", "InterfaceAddress", "IpAddress", "list_interfaces"]
 
@@ -127,8 +128,8 @@ def _bytes(address: CData, offset: int, nbytes: int) -> bytes:
 
 
 def _interface(name: str, found: _Found, folder: Path) -> Interface:
-    mtu = _read(folder / "mtu")
-    uevent = dict(line.partition("=")[::2] for line in _read(folder / "uevent").splitlines())
+    mtu = read_kernel_file(folder / "mtu")
+    uevent = dict(line.partition("=")[::2] for line in read_kernel_file(folder / "uevent").splitlines())
     return Interface(
         name=name,
         index=found.index,
@@ -139,10 +140,3 @@ def _interface(name: str, found: _Found, folder: Path) -> Interface:
         kind=uevent.get("DEVTYPE", ""),
         addresses=tuple(found.addresses),
     )
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

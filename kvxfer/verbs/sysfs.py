@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer.system.kernel_file import read_kernel_file
 from kvxfer.verbs.enums import GidType, LinkLayer
 
 __all__ = ["SysfsDevice", "SysfsGid", "list_sysfs_devices", "parse_gid_type"]
@@ -52,7 +53,7 @@ class SysfsDevice:
     @property
     def numa_node(self) -> int | None:
         """The NUMA node the device is attached to; None where the firmware does not say (-1, in most guests)."""
-        text = _read(self._folder / "device/numa_node")
+        text = read_kernel_file(self._folder / "device/numa_node")
         return int(text) if text.isdecimal() else None
 
     @property
@@ -73,13 +74,13 @@ class SysfsDevice:
     @property
     def firmware(self) -> str:
         """The version of the firmware; "" where there is none."""
-        return _read(self._folder / "fw_ver")
+        return read_kernel_file(self._folder / "fw_ver")
 
     @property
     def device_file(self) -> Path | None:
         """/dev/infiniband/uverbsN of this device, whether or not it is there; None where sysfs does not name one."""
         for entry in _entries(self._root / "sys/class/infiniband_verbs"):
-            if _read(entry / "ibdev") == self.name:
+            if read_kernel_file(entry / "ibdev") == self.name:
                 return self._root / "dev/infiniband" / entry.name
         return None
 
@@ -90,26 +91,26 @@ class SysfsDevice:
 
     def link_layer(self, port: int) -> LinkLayer:
         """What is under the port."""
-        text = _read(self._port(port) / "link_layer")
+        text = read_kernel_file(self._port(port) / "link_layer")
         return {"InfiniBand": LinkLayer.INFINIBAND, "Ethernet": LinkLayer.ETHERNET}.get(text, LinkLayer.UNSPECIFIED)
 
     def rate(self, port: int) -> str:
         """The speed in the kernel's words, such as 100 Gb/sec (4X EDR); "" where it is not known."""
-        return _read(self._port(port) / "rate")
+        return read_kernel_file(self._port(port) / "rate")
 
     def netdev(self, port: int, index: int) -> str:
         """The network interface of a row of the GID table; "" where the row is empty or has none that can be seen."""
-        return _read(self._port(port) / "gid_attrs/ndevs" / str(index))
+        return read_kernel_file(self._port(port) / "gid_attrs/ndevs" / str(index))
 
     def gid_type(self, port: int, index: int) -> GidType | None:
         """The kind of a row of the GID table; None where it cannot be read (EINVAL: an empty slot, or a container)."""
-        text = _read(self._port(port) / "gid_attrs/types" / str(index))
+        text = read_kernel_file(self._port(port) / "gid_attrs/types" / str(index))
         return parse_gid_type(text, self.link_layer(port)) if text else None
 
     def gid(self, port: int, index: int) -> bytes:
         """The value of a row of the GID table, zero where it is empty or cannot be read."""
         try:
-            return ipaddress.IPv6Address(_read(self._port(port) / "gids" / str(index))).packed
+            return ipaddress.IPv6Address(read_kernel_file(self._port(port) / "gids" / str(index))).packed
         except ipaddress.AddressValueError:
             return ZERO_GID
 
@@ -152,10 +153,3 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

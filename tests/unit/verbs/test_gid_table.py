@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,14 @@ def test_name_of_an_interface_that_sysfs_hides_is_looked_up_by_its_number(tmp_pa
     interfaces = [Interface("eth3", index=7)]
 
     assert [entry.netdev for entry in read(library, tmp_path, interfaces)] == ["eth3", "ifindex8"]
+
+
+def test_the_kernel_is_asked_for_such_a_name_where_nobody_listed_the_interfaces(tmp_path: Path) -> None:
+    number, name = socket.if_nameindex()[0]
+    port = FakePort({0: gid("192.0.2.9", ndev="x", ifindex=number), 1: gid("192.0.2.8", ndev="y", ifindex=1 << 30)})
+    library = FakeLibrary(FakeFabric(), FakeNic(ports=[port]))
+
+    assert [entry.netdev for entry in read(library, tmp_path)] == [name, f"ifindex{1 << 30}"]
 
 
 def test_device_without_gid_table_has_no_rows_and_no_error(tmp_path: Path) -> None:
