@@ -7,13 +7,13 @@ addresses come and go. Read next: `gid_candidate.py`, what this host's network s
 
 from __future__ import annotations
 
+import functools
 import ipaddress
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxfer.system.interfaces import Interface, IpAddress
+from kvxfer.system.interfaces import Interface, IpAddress, list_interfaces
 from kvxfer.verbs.enums import GidType, LinkLayer
 from kvxfer.verbs.library import ffi
 from kvxfer.verbs.sysfs import GID_NBYTES, ZERO_GID, SysfsDevice
@@ -97,13 +97,13 @@ def read_gid_table(context: Context, port: Port, interfaces: Sequence[Interface]
     A row that cannot be read counts as empty, and a port without a table (iWARP) has no rows. Raises VerbsError where
     the device does not tell of its ports any more.
     """
-    entries = _query_table(context, port, interfaces)
+    entries = _query_table(context, port, functools.cache(lambda: _interface_names(interfaces)))
     if entries is None:  # a library older than 32 has no call for it
         entries = _query_rows(context, port)
     return GidTable(context.name, port.number, port.link_layer, port.gid_tbl_len, tuple(entries))
 
 
-def _query_table(context: Context, port: Port, interfaces: Sequence[Interface] | None) -> list[GidEntry] | None:
+def _query_table(context: Context, port: Port, names: Callable[[], dict[int, str]]) -> list[GidEntry] | None:
     sysfs = SysfsDevice(context.name, context.device.root)
     rows_max = sum(one.gid_tbl_len for one in context.ports())  # EINVAL where it holds fewer than all ports have
     rows = ffi.new("struct ibv_gid_entry[]", max(rows_max, 1))
@@ -115,7 +115,7 @@ def _query_table(context: Context, port: Port, interfaces: Sequence[Interface] |
             index=row.gid_index,
             value=bytes(ffi.buffer(row.gid.raw)),
             type=GidType(row.gid_type),
-            netdev=_netdev(sysfs, port.number, row.gid_index, row.ndev_ifindex, interfaces),
+            netdev=_netdev(sysfs, port.number, row.gid_index, row.ndev_ifindex, names),
         )
         for row in rows[0:count]
         if row.port_num == port.number
@@ -123,22 +123,13 @@ def _query_table(context: Context, port: Port, interfaces: Sequence[Interface] |
 
 
 def _netdev(
-    sysfs: SysfsDevice, port: int, index: int, interface_index: int, interfaces: Sequence[Interface] | None
+    sysfs: SysfsDevice, port: int, index: int, interface_index: int, names: Callable[[], dict[int, str]]
 ) -> str:
     """Return the name of a row's interface: sysfs knows it although it is in another network namespace, whose numbers
-    are not ours."""
+    are not ours. names: asked for only where sysfs is silent, for it takes as long as all else here."""
     if not interface_index:
         return ""
-    return sysfs.netdev(port, index) or _interface_name(interface_index, interfaces) or f"ifindex{interface_index}"
-
-
-def _interface_name(index: int, interfaces: Sequence[Interface] | None) -> str:
-    if interfaces is not None:
-        return next((one.name for one in interfaces if one.index == index), "")
-    try:
-        return socket.if_indextoname(index)  # one call; to list all interfaces takes as long as to connect
-    except OSError:
-        return ""
+    return sysfs.netdev(port, index) or names().get(interface_index, f"ifindex{interface_index}")
 
 
 def _query_rows(context: Context, port: Port) -> list[GidEntry]:
@@ -155,3 +146,12 @@ def _query_rows(context: Context, port: Port) -> list[GidEntry]:
             kind = sysfs.gid_type(port.number, index)
             found.append(GidEntry(index, value, fallback if kind is None else kind, sysfs.netdev(port.number, index)))
     return found
+
+
+def _interface_names(interfaces: Sequence[Interface] | None) -> dict[int, str]:
+    if interfaces is None:
+        try:
+            interfaces = list_interfaces()
+        except OSError:
+            interfaces = ()
+    return {interface.index: interface.name for interface in interfaces}
