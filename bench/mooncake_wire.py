@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.interop
 
 from kvxfer import Opcode, TransferEngine
 from kvxfer.config import EngineConfig
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_peer import MooncakePeer, ask_descriptor
-from kvxfer.mooncake_service import MooncakeService
+from kvxfer.mooncake.peer import MooncakePeer, ask_descriptor
+from kvxfer.mooncake.service import MooncakeService
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from processes import machine_words
 from tests.interop.real_mooncake import Mooncake
 

@@ -1,7 +1,7 @@
 """Other engines' names on kvxfer. `install()` puts kvxfer in the place of `mooncake.engine` in this process.
 
 For programs that are not to be changed, `PYTHONPATH=$(kvxfer shim-path)` does the same from outside.
-Read next: `mooncake.py`, the names; docs/mooncake.md, what is different.
+Read next: `mooncake/`, the names; docs/mooncake.md, what is different.
 """
 
 from __future__ import annotations

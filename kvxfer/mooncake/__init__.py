@@ -1,6 +1,5 @@
-"""What Mooncake's Transfer Engine says on the wire: control messages, segment descriptors, frames of its tcp data port.
+"""Processes that run the real Mooncake, as peers of kvxfer's: `wire/` has their bytes, `directory/` finds them.
 
-Pure: bytes and JSON values in, dataclasses out, and back; no socket, thread or clock. All that comes from a peer or a
-metadata server is checked here, and what cannot be is a RemoteProtocolError. Read next: `mooncake_service.py`, which
-answers Mooncake processes, and `mooncake_peer.py`, which reaches them.
+`service.py` answers them, its rows in `rows.py`. `peer.py` reaches them over tcp, by the connections of `lane.py`;
+`rdma.py` reaches and answers them over RDMA. What makes a drop-in of all this is `kvxfer/compat/mooncake/`.
 """

@@ -1,7 +1,7 @@
 """One connection that a peer drives, moved by a loop: what is to be moved next, and what is called when it has been.
 
 Bytes go straight between the socket and registered memory, a window at a time; a connection that is slow or silent
-holds up no other. Knows no protocol: `tcp_service.py` and `mooncake_service.py` bring theirs.
+holds up no other. Knows no protocol: `tcp_service.py` and `mooncake/rows.py` bring theirs.
 """
 
 from __future__ import annotations

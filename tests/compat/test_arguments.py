@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import UsageError
-from kvxfer.compat.mooncake_arguments import Rows, take_column, take_int, take_text
+from kvxfer.compat.mooncake.arguments import Rows, take_column, take_int, take_text
 
 COUNT = 100_000
 CONVERT_S = 0.015

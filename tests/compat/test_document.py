@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvxfer.compat.mooncake_codes import Code
-from kvxfer.compat.mooncake_environment import IGNORED, VARIABLES
+from kvxfer.compat.mooncake.codes import Code
+from kvxfer.compat.mooncake.environment import IGNORED, VARIABLES
 from tests.support.doc_examples import ROOT, run_blocks
 
 DOCUMENT = ROOT / "docs" / "mooncake.md"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import kvxfer
-from kvxfer.compat import mooncake, mooncake_running
-from kvxfer.compat import mooncake_environment as environment_of
-from kvxfer.compat.mooncake_settings import P2P, Wish, open_engine, transfer_timeout_s
+from kvxfer.compat import mooncake
+from kvxfer.compat.mooncake import environment as environment_of
+from kvxfer.compat.mooncake import running as mooncake_running
+from kvxfer.compat.mooncake.settings import P2P, Wish, open_engine, transfer_timeout_s
 from kvxfer.transports.rdma import RdmaTransport
 
 NO_PORT = kvxfer.Probe(

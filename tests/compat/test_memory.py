@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvxfer
-from kvxfer.compat.mooncake_memory import CLASS_NBYTES_MIN, SLAB_NBYTES, BufferPool, copy_bytes, copy_rows
-from kvxfer.compat.mooncake_regions import Registrations
+from kvxfer.compat.mooncake.memory import CLASS_NBYTES_MIN, SLAB_NBYTES, BufferPool, copy_bytes, copy_rows
+from kvxfer.compat.mooncake.regions import Registrations
 from kvxfer.types import Rights
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvxfer import errors
 from kvxfer.compat import mooncake, shim_path
-from kvxfer.compat.mooncake_codes import Code, code_of
+from kvxfer.compat.mooncake.codes import Code, code_of
 from tests.support.peer import ROOT
 
 NAMES = {
@@ -85,7 +85,7 @@ def test_install_makes_mooncake_kvxfers() -> None:
         "print(TransferEngine.__module__)"
     )
 
-    assert found == "kvxfer.compat.mooncake_engine"
+    assert found == "kvxfer.compat.mooncake.engine"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_last_error_is_the_threads_own() -> None:
 
 
 def test_a_bug_is_a_code_and_a_trace_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    from kvxfer.compat.mooncake_codes import answer
+    from kvxfer.compat.mooncake.codes import answer
 
     assert answer("call", None, lambda: 1 // 0) == -1
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import kvxfer
-from kvxfer import mooncake_rdma
 from kvxfer.addresses import HostPort, parse_host_port
-from kvxfer.compat.mooncake_arguments import Rows
-from kvxfer.compat.mooncake_memory import BufferPool
-from kvxfer.compat.mooncake_own import Own, rdma_nics
-from kvxfer.compat.mooncake_target import MooncakeTarget
-from kvxfer.compat.mooncake_targets import Targets
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_calls import ask_descriptor
-from kvxfer.mooncake_rdma import QUEUE_PAIRS, MooncakeRdmaAnswer
+from kvxfer.compat.mooncake.arguments import Rows
+from kvxfer.compat.mooncake.memory import BufferPool
+from kvxfer.compat.mooncake.own import Own, rdma_nics
+from kvxfer.compat.mooncake.target import MooncakeTarget
+from kvxfer.compat.mooncake.targets import Targets
+from kvxfer.mooncake import rdma as mooncake_rdma
+from kvxfer.mooncake.calls import ask_descriptor
+from kvxfer.mooncake.rdma import QUEUE_PAIRS, MooncakeRdmaAnswer
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.types import Rights
 from tests.support.fake_engines import FakeHosts, fake_hosts
 from tests.support.fake_verbs import connectx

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxfer.compat.mooncake_topology import build_matrix, numa_nodes
+from kvxfer.compat.mooncake.topology import build_matrix, numa_nodes
 
 
 def test_device_is_preferred_for_memory_of_its_node() -> None:  # B30

@@ -23,11 +23,11 @@ import pytest
 
 from kvxfer import Rights, TransferEngine
 from kvxfer.errors import PeerClosedError, RegionBusyError, RemoteProtocolError, UsageError
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake.frames import MessageKind, encode
-from kvxfer.mooncake.tcp_frames import STATUS_OK, STATUS_REJECTED, Header, pack_status
-from kvxfer.mooncake_calls import ask, ask_descriptor, send_notify, send_probe
-from kvxfer.mooncake_service import CONNECTING_MAX, MooncakeService
+from kvxfer.mooncake.calls import ask, ask_descriptor, send_notify, send_probe
+from kvxfer.mooncake.service import CONNECTING_MAX, MooncakeService
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
+from kvxfer.mooncake.wire.frames import MessageKind, encode
+from kvxfer.mooncake.wire.tcp_frames import STATUS_OK, STATUS_REJECTED, Header, pack_status
 from kvxfer.types import Opcode
 from tests.support.fault_peer import (
     RESET,
@@ -452,7 +452,7 @@ def test_data_connections_beyond_the_limit_are_closed() -> None:
 def test_a_reset_is_seen_before_what_came_with_it() -> None:
     """The process is stopped while a row comes in; its sender gives up; nothing of it may be applied afterwards."""
     with Peer() as peer:
-        peer.run("from kvxfer.mooncake_service import MooncakeService; engine.mooncake = MooncakeService(engine)")
+        peer.run("from kvxfer.mooncake.service import MooncakeService; engine.mooncake = MooncakeService(engine)")
         region = peer.register(NBYTES)
         port = peer.run("result = engine.mooncake.tcp_data_port")
         connection = socket.create_connection(("127.0.0.1", port))
@@ -476,7 +476,7 @@ def test_a_forked_child_leaves_the_ports_to_its_parent(served: Served) -> None:
         connection.sendall(Header(Opcode.WRITE, served.address, 8, True).pack() + b"12345678")
         assert receive_exactly(connection, 8) == OK
         with Peer() as peer:  # not this process: it has threads that a fork must not copy
-            peer.run("from kvxfer.mooncake_service import MooncakeService; engine.mooncake = MooncakeService(engine)")
+            peer.run("from kvxfer.mooncake.service import MooncakeService; engine.mooncake = MooncakeService(engine)")
             port = peer.run("result = engine.mooncake.tcp_data_port")
             pid = peer.run("pid = os.fork()\nif not pid: time.sleep(30)\nresult = pid")
             peer.kill()

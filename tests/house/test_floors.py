@@ -1,9 +1,9 @@
 """Who may import whom. A module knows the floors below it; docs/architecture.md tells why.
 
 6  doors       cli, compat, integrations, __main__      nothing imports them
-5  engine      every other module at the top of the package: engine, batch, segment, control ...
+5  engine      every other module: engine, batch, segment, control ..., and mooncake, which reaches and answers Mooncake
 4  transports  base, loop <- shm, rdma, tcp: siblings, each with helper modules of its own name
-3  handshake, mooncake    import floor 0 only; no socket, no thread, no clock
+3  handshake, mooncake.wire    import floor 0 only; no socket, no thread, no clock
 2  memory      regions, slices, shared memory
 1  machine     verbs and system: the only ones that know cffi; verbs may ask system, never the other way
 0  ground      errors, types, log, addresses, config, rdma_names
@@ -26,7 +26,7 @@ FLOORS = {
     "verbs": 1,
     "memory": 2,
     "handshake": 3,
-    "mooncake": 3,
+    "mooncake.wire": 3,
     "transports": 4,
 }
 DOORS = ("cli", "compat", "integrations", "__main__")
@@ -64,7 +64,12 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def floor(module: str) -> int:
     top = module.partition(".")[0]
-    return DOOR_FLOOR if top in DOORS else FLOORS.get(top, ENGINE_FLOOR)
+    return DOOR_FLOOR if top in DOORS else FLOORS.get(top, FLOORS.get(protocol(module), ENGINE_FLOOR))
+
+
+def protocol(module: str) -> str:
+    """Return handshake or mooncake.wire for a module of these; the top of any other module's name."""
+    return "mooncake.wire" if module.startswith("mooncake.wire") else module.partition(".")[0]
 
 
 def find_imports(path: Path) -> Iterator[Import]:
@@ -126,8 +131,8 @@ def complaint(module: str, imported: Import) -> str | None:
     if ours == 3 and other not in (0, 3):
         return "a protocol imports floor 0 only"
     if ours == 4 and other == 3:
-        return "transports never import handshake or mooncake"
-    if {module.partition(".")[0], imported.name.partition(".")[0]} == {"handshake", "mooncake"}:
+        return "transports never import handshake or mooncake.wire"
+    if {protocol(module), protocol(imported.name)} == {"handshake", "mooncake.wire"}:
         return "two protocols know nothing of each other"
     if module in PURE and other != 0 and imported.name not in PURE:
         return "pure: imports floor 0 only"
@@ -176,8 +181,10 @@ def test_modules_of_one_floor_import_each_other_in_one_direction() -> None:
         ("memory.slices", "kvxfer.system.calls"),
         ("handshake.machine", "kvxfer.memory"),
         ("handshake.machine", "time"),
-        ("mooncake.frames", "kvxfer.handshake.frames"),
-        ("mooncake.frames", "socket"),
+        ("mooncake.wire.frames", "kvxfer.handshake.frames"),
+        ("mooncake.wire.frames", "socket"),
+        ("mooncake.wire.frames", "kvxfer.mooncake.service"),
+        ("transports.tcp", "kvxfer.mooncake.rows"),
         ("transports.tcp", "kvxfer.handshake.frames"),
         ("transports.tcp", "kvxfer.transports.shm_copy"),
         ("transports.base", "kvxfer.transports.tcp"),
@@ -208,6 +215,8 @@ def test_planted_fault_is_found(module: str, imported: str) -> None:
         ("transports.tcp", "kvxfer.transports.base"),
         ("transports.shm_copy", "kvxfer.memory.slices"),
         ("engine", "kvxfer.control"),
+        ("mooncake.service", "kvxfer.acceptor"),
+        ("mooncake.service", "kvxfer.mooncake.wire.frames"),
         ("cli.demo", "kvxfer"),
         ("transports", "kvxfer.transports.tcp"),
         ("verbs.library", "cffi"),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvxfer import errors
-from kvxfer.mooncake.descriptor import BufferDescriptor, SegmentDescriptor
-from kvxfer.mooncake_directory import Directory, open_directory
+from kvxfer.mooncake.directory import Directory, open_directory
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, SegmentDescriptor
 from tests.interop.environments import end, mooncake_python, program
 from tests.interop.processes import accepts, engine_process, free_port, server_process, shim_process
 

@@ -21,9 +21,9 @@ from kvxfer.errors import (
     RemoteAccessError,
     TransferTimeoutError,
 )
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_peer import MooncakePeer, ask_descriptor, send_notify, send_probe
-from kvxfer.mooncake_service import MooncakeService
+from kvxfer.mooncake.peer import MooncakePeer, ask_descriptor, send_notify, send_probe
+from kvxfer.mooncake.service import MooncakeService
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.types import Opcode
 from tests.interop.environments import mooncake_python
 from tests.interop.real_mooncake import Mooncake, digest, pattern
@@ -298,7 +298,7 @@ def test_a_mooncake_that_stops_in_mid_row_is_dropped_in_time() -> None:
 
 
 SERVE = """
-from kvxfer.mooncake_service import MooncakeService
+from kvxfer.mooncake.service import MooncakeService
 engine.mooncake = MooncakeService(engine)
 """
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.handshake.frames import MAGIC
-from kvxfer.mooncake.descriptor import BufferDescriptor, DeviceDescriptor, KvxferMark, SegmentDescriptor
-from kvxfer.mooncake.frames import (
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, DeviceDescriptor, KvxferMark, SegmentDescriptor
+from kvxfer.mooncake.wire.frames import (
     LENGTH_MAX,
     LENGTH_NBYTES,
     Message,
@@ -27,7 +27,7 @@ from kvxfer.mooncake.frames import (
     parse_object,
     unpack_notify,
 )
-from kvxfer.mooncake.tcp_frames import (
+from kvxfer.mooncake.wire.tcp_frames import (
     HEADER_NBYTES,
     STATUS_OK,
     STATUS_REJECTED,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.mooncake.descriptor import BufferDescriptor, SegmentDescriptor
-from kvxfer.mooncake.tcp_frames import HEADER_NBYTES, STATUS_OK, STATUS_REJECTED, Header, pack_status
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, SegmentDescriptor
+from kvxfer.mooncake.wire.tcp_frames import HEADER_NBYTES, STATUS_OK, STATUS_REJECTED, Header, pack_status
 from kvxfer.types import Opcode
 from tests.support.fault_peer import receive_exactly
 

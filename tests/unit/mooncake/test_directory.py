@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from kvxfer import errors
 from kvxfer.addresses import HostPort
-from kvxfer.mooncake.descriptor import BufferDescriptor, KvxferMark, SegmentDescriptor
-from kvxfer.mooncake_directory import Directory, open_directory
+from kvxfer.mooncake.directory import Directory, open_directory
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, KvxferMark, SegmentDescriptor
 from tests.support.fake_metadata import Values, fake_etcd, fake_http, fake_redis, liar
 
 NAME = "192.0.2.10:12345"
@@ -305,7 +305,7 @@ def test_a_name_server_that_is_silent_is_given_up_at_the_deadline(scheme: str, m
     if scheme == "redis":
         pytest.importorskip("redis")
     released = threading.Event()
-    monkeypatch.setattr("kvxfer.mooncake_directory_http.resolve", lambda at, passive: released.wait() and [])
+    monkeypatch.setattr("kvxfer.mooncake.directory.http.resolve", lambda at, passive: released.wait() and [])
     begun = time.monotonic()
 
     with pytest.raises(errors.DirectoryUnreachableError, match=r"did not answer within 0\.\d s"):
@@ -353,8 +353,8 @@ def test_an_answer_that_is_not_expected_is_an_error_of_the_directory(scheme: str
 
 
 def test_a_huge_answer_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.mooncake_directory_http.ANSWER_NBYTES_MAX", 1000)
-    monkeypatch.setattr("kvxfer.mooncake_directory_http.HttpEndpoint.request.__kwdefaults__", {"nbytes_max": 1000})
+    monkeypatch.setattr("kvxfer.mooncake.directory.http.ANSWER_NBYTES_MAX", 1000)
+    monkeypatch.setattr("kvxfer.mooncake.directory.http.HttpEndpoint.request.__kwdefaults__", {"nbytes_max": 1000})
     body = b"HTTP/1.1 200 OK\r\nContent-Length: 10000000\r\n\r\n" + b"x" * 200_000
 
     with liar(body) as port, pytest.raises(errors.DirectoryAnswerError, match="more than 1000 bytes"):
@@ -363,7 +363,7 @@ def test_a_huge_answer_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_huge_value_in_redis_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
-    monkeypatch.setattr("kvxfer.mooncake_directory_redis.ANSWER_NBYTES_MAX", 1000)
+    monkeypatch.setattr("kvxfer.mooncake.directory.redis.ANSWER_NBYTES_MAX", 1000)
 
     with (
         fake_redis({"mooncake/ram/x": b"x" * 5000}) as server,

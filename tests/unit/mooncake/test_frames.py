@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import RemoteProtocolError
-from kvxfer.mooncake.frames import MessageDecoder
+from kvxfer.mooncake.wire.frames import MessageDecoder
 
 
 @pytest.mark.parametrize(

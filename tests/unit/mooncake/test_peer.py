@@ -31,9 +31,9 @@ from kvxfer.errors import (
     TransportUnavailableError,
     UsageError,
 )
-from kvxfer.mooncake.descriptor import BufferDescriptor, SegmentDescriptor
-from kvxfer.mooncake.tcp_frames import STATUS_OK, STATUS_REJECTED, Header, pack_status
-from kvxfer.mooncake_peer import MooncakePeer
+from kvxfer.mooncake.peer import MooncakePeer
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, SegmentDescriptor
+from kvxfer.mooncake.wire.tcp_frames import STATUS_OK, STATUS_REJECTED, Header, pack_status
 from kvxfer.types import Opcode
 from tests.support.fake_mooncake import NBYTES, FakeMooncake, answer_with, hold
 from tests.support.fault_peer import receive_exactly
@@ -111,7 +111,7 @@ def test_rows_of_any_sizes_on_any_number_of_connections(
 @contextlib.contextmanager
 def lanes_of(nbytes: int) -> Iterator[None]:
     """Let a connection be worth making from fewer bytes on."""
-    from kvxfer import mooncake_peer
+    from kvxfer.mooncake import peer as mooncake_peer
 
     before, mooncake_peer.LANE_NBYTES = mooncake_peer.LANE_NBYTES, nbytes
     try:

@@ -1,7 +1,7 @@
 """Submitted transfers: what a number that an asynchronous call returned stands for.
 
 A batch of the native engine moves when it is asked for; a transfer to a real Mooncake has a thread of its own. Read
-next: `mooncake_target.py`, which makes them.
+next: `target.py`, which makes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`mooncake.engine.TransferEngine` on kvxfer: its methods, their integers, and nothing that gets out but a TypeError.
 
 Every method takes what Mooncake's takes. Arguments become texts, ints and rows first; the rest is work that `answer`
-turns into a code. Read next: `mooncake_running.py`, what does the work; docs/mooncake.md, what is different.
+turns into a code. Read next: `running.py`, what does the work; docs/mooncake.md, what is different.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from kvxfer import EngineConfig, KvxferError, MemoryArgumentError, Opcode, UnsupportedError, UsageError
-from kvxfer.compat.mooncake_arguments import Rows, take_column, take_int, take_text
-from kvxfer.compat.mooncake_codes import Answer, Code, answer
-from kvxfer.compat.mooncake_memory import copy_bytes
-from kvxfer.compat.mooncake_running import Running, close_with
-from kvxfer.compat.mooncake_settings import P2P, Wish
-from kvxfer.compat.mooncake_topology import NO_TOPOLOGY, local_topology
-from kvxfer.compat.mooncake_types import InnerTransferEngine, TransferNotify, TransferOpcode
+from kvxfer.compat.mooncake.arguments import Rows, take_column, take_int, take_text
+from kvxfer.compat.mooncake.codes import Answer, Code, answer
+from kvxfer.compat.mooncake.memory import copy_bytes
+from kvxfer.compat.mooncake.running import Running, close_with
+from kvxfer.compat.mooncake.settings import P2P, Wish
+from kvxfer.compat.mooncake.topology import NO_TOPOLOGY, local_topology
+from kvxfer.compat.mooncake.types import InnerTransferEngine, TransferNotify, TransferOpcode
 from kvxfer.system.iovec import address_of
 from kvxfer.types import ADDRESS_MAX
 

@@ -2,7 +2,7 @@
 
 `open_directory` chooses by the server's scheme: P2PHANDSHAKE (no server: a peer is asked for its own descriptor),
 http(s), redis, etcd. The server is asked when a peer is opened and when memory is registered; no transfer between peers
-that know each other needs it. Read next: `mooncake_directory_server.py`.
+that know each other needs it. Read next: `server.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Protocol
 
 from kvxfer.addresses import HostPort, parse_host_port
 from kvxfer.errors import ConfigError
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_directory_server import KEEP_INTERVAL_S, Ask, ServerDirectory, Store
+from kvxfer.mooncake.directory.server import KEEP_INTERVAL_S, Ask, ServerDirectory, Store
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 
 __all__ = ["Directory", "PeerDirectory", "open_directory"]
 
@@ -55,13 +55,13 @@ def open_directory(
     """Return the directory that a metadata server string names; a string without a scheme is etcd's.
 
     own_name: under which this process is published; own_host, own_port: where it takes control messages. ask: reads
-    the descriptor of another process from itself; `mooncake_peer.ask_descriptor` if not given.
+    the descriptor of another process from itself; `mooncake.calls.ask_descriptor` if not given.
 
     Raises ConfigError for a string that cannot be meant, UnsupportedError naming the pip command if a library is
     missing. The server itself is asked by `publish` first.
     """
     if ask is None:
-        from kvxfer.mooncake_peer import ask_descriptor
+        from kvxfer.mooncake.peer import ask_descriptor
 
         ask = ask_descriptor
     if server == P2P:
@@ -89,14 +89,14 @@ def open_directory(
 def _open_store(scheme: str, server: str, environment: Mapping[str, str]) -> Store:
     # What the others need is not imported: http and TLS alone take longer than all the rest of kvxfer.
     if scheme == "redis":
-        from kvxfer.mooncake_directory_redis import RedisStore
+        from kvxfer.mooncake.directory.redis import RedisStore
 
         return RedisStore(server, environment)
     if scheme == "etcd":
-        from kvxfer.mooncake_directory_etcd import EtcdStore
+        from kvxfer.mooncake.directory.etcd import EtcdStore
 
         return EtcdStore(server)
-    from kvxfer.mooncake_directory_http import HttpStore
+    from kvxfer.mooncake.directory.http import HttpStore
 
     return HttpStore(server)
 

@@ -26,7 +26,7 @@ from kvxfer.errors import (
     RemoteProtocolError,
     TransferError,
 )
-from kvxfer.mooncake.tcp_frames import (
+from kvxfer.mooncake.wire.tcp_frames import (
     HEADER_NBYTES,
     STATUS_DTYPE,
     STATUS_NBYTES,

@@ -1,6 +1,6 @@
 """What callers pass to Mooncake's methods, checked as pybind11 checks it: the wrong type is a TypeError, at once.
 
-Lists of addresses become numpy columns here. Pure; read next: `mooncake_engine.py`.
+Lists of addresses become numpy columns here. Pure; read next: `engine.py`.
 """
 
 from __future__ import annotations

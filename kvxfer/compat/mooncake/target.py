@@ -1,7 +1,7 @@
 """One peer of a drop-in engine, by what it is: a kvxfer engine, this very engine, or a real Mooncake process.
 
 Each moves rows and waits, or submits them. `Staged` is how memory that is not registered takes part. Read next:
-`mooncake_targets.py`, which finds them by name.
+`targets.py`, which finds them by name.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvxfer import (
     TransferEngine,
 )
 from kvxfer.addresses import HostPort, parse_host_port
-from kvxfer.compat.mooncake_arguments import Rows
-from kvxfer.compat.mooncake_memory import BufferPool, copy_rows
-from kvxfer.compat.mooncake_tickets import BatchTicket, DoneTicket, FutureTicket, Senders, Ticket
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake.frames import pack_notify
-from kvxfer.mooncake_calls import open_connection
-from kvxfer.mooncake_peer import MooncakePeer, send_notify
+from kvxfer.compat.mooncake.arguments import Rows
+from kvxfer.compat.mooncake.memory import BufferPool, copy_rows
+from kvxfer.compat.mooncake.tickets import BatchTicket, DoneTicket, FutureTicket, Senders, Ticket
+from kvxfer.mooncake.calls import open_connection
+from kvxfer.mooncake.peer import MooncakePeer, send_notify
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
+from kvxfer.mooncake.wire.frames import pack_notify
 from kvxfer.types import AddressColumn
 
 if TYPE_CHECKING:
-    from kvxfer.mooncake_rdma import MooncakeRdmaPeer
+    from kvxfer.mooncake.rdma import MooncakeRdmaPeer
 
 __all__ = ["MooncakeTarget", "NativeTarget", "Notify", "OwnTarget", "Target"]
 

@@ -15,7 +15,14 @@ import numpy as np
 
 from kvxfer.errors import UsageError
 from kvxfer.log import get_logger
-from kvxfer.mooncake.tcp_frames import HEADER_NBYTES, STATUS_NBYTES, STATUS_OK, STATUS_REJECTED, Header, pack_status
+from kvxfer.mooncake.wire.tcp_frames import (
+    HEADER_NBYTES,
+    STATUS_NBYTES,
+    STATUS_OK,
+    STATUS_REJECTED,
+    Header,
+    pack_status,
+)
 from kvxfer.system.iovec import address_of
 from kvxfer.transports.loop import READABLE, Loop
 from kvxfer.transports.tcp_service import Gate

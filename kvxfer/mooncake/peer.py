@@ -31,9 +31,9 @@ from kvxfer.errors import (
     TransportUnavailableError,
 )
 from kvxfer.memory.slices import IndexColumn, Integers, as_columns, coalesce, locate
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_calls import ask_descriptor, open_connection, send_notify, send_probe
-from kvxfer.mooncake_lane import Lane, Rows
+from kvxfer.mooncake.calls import ask_descriptor, open_connection, send_notify, send_probe
+from kvxfer.mooncake.lane import Lane, Rows
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.types import Opcode
 
 __all__ = ["MooncakePeer", "ask_descriptor", "send_notify", "send_probe"]

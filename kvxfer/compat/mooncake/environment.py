@@ -1,7 +1,7 @@
 """Mooncake's environment variables: which of them mean something here, and what becomes of it.
 
 `VARIABLES` is the one list; the table of docs/mooncake.md is checked against it. Pure but for `warn_of_ignored`, which
-tells once in a process what is set in vain. Read next: `mooncake_settings.py`.
+tells once in a process what is set in vain. Read next: `settings.py`.
 """
 
 from __future__ import annotations

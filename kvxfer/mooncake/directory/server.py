@@ -1,7 +1,7 @@
 """A metadata server that keeps two values of each process. Keys and JSON are Mooncake's: a fleet may hold both.
 
 Owns the own entries from the first `publish` to `withdraw`, and a thread that writes them again where the server has
-lost them. Knows nothing of http, redis or etcd: `mooncake_directory_http.py` and its siblings move values.
+lost them. Knows nothing of http, redis or etcd: `http.py` and its siblings move values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvxfer.errors import (
     SegmentNotFoundError,
 )
 from kvxfer.log import get_logger
-from kvxfer.mooncake.descriptor import SegmentDescriptor
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.text import clean
 
 __all__ = ["KEEP_INTERVAL_S", "Ask", "ServerDirectory", "Store"]

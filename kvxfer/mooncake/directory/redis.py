@@ -1,7 +1,7 @@
 """redis as a store of values, by redis-py (the extra `kvxfer[redis]`).
 
 A connection lives for one request: metadata moves once in a peer's life, and a server may restart between two requests.
-Read next: `mooncake_directory.py`.
+Read next: `__init__.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvxfer.errors import (
     PeerUnreachableError,
     UnsupportedError,
 )
-from kvxfer.mooncake_directory_http import ANSWER_NBYTES_MAX, resolve_by
+from kvxfer.mooncake.directory.http import ANSWER_NBYTES_MAX, resolve_by
 from kvxfer.text import clean
 
 __all__ = ["RedisStore"]

@@ -1,7 +1,7 @@
 """What `initialize` was given becomes the settings of an engine, and the engine.
 
 `open_engine` is the one way in. Where RDMA is asked for and there is no device for it, it says which were looked at and
-why none will do, and fails: see docs/mooncake.md, "Without an RDMA device". Read next: `mooncake_engine.py`.
+why none will do, and fails: see docs/mooncake.md, "Without an RDMA device". Read next: `engine.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from kvxfer import ConfigError, DeviceNotFoundError, Probe, TransferEngine
 from kvxfer.addresses import is_wildcard, parse_host_port
-from kvxfer.compat.mooncake_environment import is_on, read_number
+from kvxfer.compat.mooncake.environment import is_on, read_number
 from kvxfer.log import get_logger
 
 __all__ = ["P2P", "Wish", "listen_ports", "open_engine", "transfer_timeout_s"]

@@ -1,7 +1,7 @@
 """What stands behind one successful `initialize`: a native engine, the peers, the memory, the batches in flight.
 
-Speaks in exceptions; `mooncake_engine.py` turns them into Mooncake's integers. All methods may be called from any
-thread. Read next: `mooncake_targets.py`.
+Speaks in exceptions; `engine.py` turns them into Mooncake's integers. All methods may be called from any
+thread. Read next: `targets.py`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvxfer import (
     UsageError,
 )
 from kvxfer.addresses import format_host_port, parse_host_port
-from kvxfer.compat.mooncake_arguments import Rows
-from kvxfer.compat.mooncake_codes import Code
-from kvxfer.compat.mooncake_environment import warn_of_ignored
-from kvxfer.compat.mooncake_memory import BufferPool
-from kvxfer.compat.mooncake_own import Own
-from kvxfer.compat.mooncake_regions import Registrations
-from kvxfer.compat.mooncake_settings import Wish, listen_ports, open_engine, transfer_timeout_s
-from kvxfer.compat.mooncake_target import Notify
-from kvxfer.compat.mooncake_targets import Targets
-from kvxfer.compat.mooncake_tickets import BatchTicket, DoneTicket, Ticket
+from kvxfer.compat.mooncake.arguments import Rows
+from kvxfer.compat.mooncake.codes import Code
+from kvxfer.compat.mooncake.environment import warn_of_ignored
+from kvxfer.compat.mooncake.memory import BufferPool
+from kvxfer.compat.mooncake.own import Own
+from kvxfer.compat.mooncake.regions import Registrations
+from kvxfer.compat.mooncake.settings import Wish, listen_ports, open_engine, transfer_timeout_s
+from kvxfer.compat.mooncake.target import Notify
+from kvxfer.compat.mooncake.targets import Targets
+from kvxfer.compat.mooncake.tickets import BatchTicket, DoneTicket, Ticket
 from kvxfer.errors import DirectoryError
 from kvxfer.log import get_logger
-from kvxfer.mooncake_directory import open_directory
-from kvxfer.mooncake_peer import send_notify, send_probe
+from kvxfer.mooncake.directory import open_directory
+from kvxfer.mooncake.peer import send_notify, send_probe
 
 __all__ = ["Running", "close_with"]
 

@@ -1,14 +1,14 @@
 """The names of `mooncake.engine`, made of kvxfer; and `last_error`, which Mooncake does not have.
 
 Use it by name, by `kvxfer.compat.install()`, or by PYTHONPATH=$(kvxfer shim-path). There is no `transfer_write_on_cuda`
-and its like, as in Mooncake's builds without CUDA. Read next: `mooncake_engine.py`, docs/mooncake.md.
+and its like, as in Mooncake's builds without CUDA. Read next: `engine.py`, docs/mooncake.md.
 """
 
 from __future__ import annotations
 
-from kvxfer.compat.mooncake_codes import last_error
-from kvxfer.compat.mooncake_engine import TransferEngine
-from kvxfer.compat.mooncake_types import (
+from kvxfer.compat.mooncake.codes import last_error
+from kvxfer.compat.mooncake.engine import TransferEngine
+from kvxfer.compat.mooncake.types import (
     InnerTransferEngine,
     ReceivedData,
     ReceivedTensor,

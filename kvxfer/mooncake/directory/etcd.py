@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxfer.addresses import parse_host_port
 from kvxfer.errors import ConfigError, DirectoryAnswerError, DirectoryUnreachableError
-from kvxfer.mooncake_directory_http import ANSWER_NBYTES_MAX, NOT_FOUND, OK, HttpEndpoint
+from kvxfer.mooncake.directory.http import ANSWER_NBYTES_MAX, NOT_FOUND, OK, HttpEndpoint
 from kvxfer.text import clean
 
 __all__ = ["EtcdStore"]

@@ -32,9 +32,9 @@ from kvxfer.errors import (
 )
 from kvxfer.log import get_logger
 from kvxfer.memory.slices import IndexColumn, Integers, as_columns, coalesce, locate
-from kvxfer.mooncake.descriptor import BufferDescriptor, DeviceDescriptor, SegmentDescriptor
-from kvxfer.mooncake.frames import MessageKind
-from kvxfer.mooncake_calls import ask
+from kvxfer.mooncake.calls import ask
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, DeviceDescriptor, SegmentDescriptor
+from kvxfer.mooncake.wire.frames import MessageKind
 from kvxfer.text import clean
 from kvxfer.transports.base import PeerLink, Transfer
 from kvxfer.transports.rdma_endpoint import RdmaEndpoint

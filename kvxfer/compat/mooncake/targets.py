@@ -2,7 +2,7 @@
 
 `Targets.find` asks a name's process, or the metadata server, what it is. A kvxfer engine is reached natively, any other
 by Mooncake's wire. What went wrong at a peer makes it be looked up anew at the next call: another process may be there.
-Read next: `mooncake_target.py`, `kvxfer/mooncake_peer.py`.
+Read next: `target.py`, `kvxfer/mooncake/peer.py`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvxfer import (
     TransportUnavailableError,
 )
 from kvxfer.addresses import HostPort, format_host_port
-from kvxfer.compat.mooncake_codes import Code
-from kvxfer.compat.mooncake_memory import BufferPool
-from kvxfer.compat.mooncake_own import rdma_nics
-from kvxfer.compat.mooncake_settings import P2P
-from kvxfer.compat.mooncake_target import MooncakeTarget, NativeTarget, OwnTarget, Target
-from kvxfer.compat.mooncake_tickets import Senders
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_peer import MooncakePeer
+from kvxfer.compat.mooncake.codes import Code
+from kvxfer.compat.mooncake.memory import BufferPool
+from kvxfer.compat.mooncake.own import rdma_nics
+from kvxfer.compat.mooncake.settings import P2P
+from kvxfer.compat.mooncake.target import MooncakeTarget, NativeTarget, OwnTarget, Target
+from kvxfer.compat.mooncake.tickets import Senders
+from kvxfer.mooncake.peer import MooncakePeer
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 
 if TYPE_CHECKING:
-    from kvxfer.mooncake_directory import Directory
-    from kvxfer.mooncake_rdma import MooncakeRdmaPeer
+    from kvxfer.mooncake.directory import Directory
+    from kvxfer.mooncake.rdma import MooncakeRdmaPeer
 
 __all__ = ["Targets"]
 
@@ -126,7 +126,7 @@ class Targets:
         config = self._engine.config
         nics = rdma_nics(self._engine)
         if nics and "rdma" in descriptor.protocols:
-            from kvxfer.mooncake_rdma import MooncakeRdmaPeer
+            from kvxfer.mooncake.rdma import MooncakeRdmaPeer
 
             label = format_host_port(at.host, at.port)
             return MooncakeRdmaPeer(

@@ -1,7 +1,7 @@
 """Which memory callers have registered, by the address where it begins: Mooncake's rules over the native engine's.
 
 The native engine counts registrations of the equal range and takes a Region back; Mooncake refuses the second and takes
-an address. Read next: `mooncake_running.py`.
+an address. Read next: `running.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The small types of `mooncake.engine`, and the names of it that have nothing behind them here.
 
-Read next: `mooncake_engine.py`.
+Read next: `engine.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import Any, NoReturn
 
-from kvxfer.compat.mooncake_arguments import take_text
+from kvxfer.compat.mooncake.arguments import take_text
 from kvxfer.errors import UnsupportedError
 
 __all__ = [

@@ -15,8 +15,8 @@ from typing import Any
 from kvxfer.acceptor import resolve
 from kvxfer.addresses import HostPort, format_host_port
 from kvxfer.errors import PeerClosedError, PeerRefusedError, PeerUnreachableError, RemoteProtocolError
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake.frames import LENGTH_MAX, MessageDecoder, MessageKind, encode
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
+from kvxfer.mooncake.wire.frames import LENGTH_MAX, MessageDecoder, MessageKind, encode
 from kvxfer.text import clean
 
 __all__ = ["ask", "ask_descriptor", "open_connection", "send_notify", "send_probe"]

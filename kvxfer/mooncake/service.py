@@ -1,7 +1,7 @@
 """MooncakeService: an engine that Mooncake processes open, read and write as one of theirs.
 
 Their control messages come in on the engine's own port, beside kvxfer's; rows come in on a data port of their own
-(`mooncake_rows.py`). Read next: `mooncake/frames.py`, `mooncake/descriptor.py`.
+(`rows.py`). Read next: `wire/frames.py`, `wire/descriptor.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from kvxfer.acceptor import Acceptor
 from kvxfer.addresses import parse_host_port
 from kvxfer.errors import ConfigError, KvxferError, PeerRefusedError, RemoteProtocolError, UsageError
 from kvxfer.log import get_logger
-from kvxfer.mooncake.descriptor import BufferDescriptor, KvxferMark, SegmentDescriptor
-from kvxfer.mooncake.frames import (
+from kvxfer.mooncake.rows import RowStream
+from kvxfer.mooncake.wire.descriptor import BufferDescriptor, KvxferMark, SegmentDescriptor
+from kvxfer.mooncake.wire.frames import (
     LENGTH_NBYTES,
     Message,
     MessageDecoder,
@@ -32,7 +33,6 @@ from kvxfer.mooncake.frames import (
     pack_notify,
     unpack_notify,
 )
-from kvxfer.mooncake_rows import RowStream
 from kvxfer.text import clean
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 from kvxfer.transports.tcp import tune

@@ -1,7 +1,7 @@
 """Mooncake's integers: which error becomes which, and the error behind the last failing call of a thread.
 
 `answer` is the way of every call of the drop-in: it returns what the work returns, or the code of what it raised.
-Source of the numbers: Mooncake's include/error.h. Read next: `mooncake_engine.py`.
+Source of the numbers: Mooncake's include/error.h. Read next: `engine.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What this process tells real Mooncake processes of itself, and its end of their RDMA connections.
 
 `MooncakeService` knows tcp; with protocol "rdma" the descriptor names devices and keys instead, and CONNECTION messages
-are answered. kvxfer's own peers read only the mark in it. Read next: `kvxfer/mooncake_service.py`, `mooncake_rdma.py`.
+are answered. kvxfer's own peers read only the mark in it. Read next: `kvxfer/mooncake/service.py` and `rdma.py` there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvxfer import TransferEngine
-from kvxfer.compat.mooncake_topology import build_matrix, numa_nodes
-from kvxfer.mooncake.descriptor import SegmentDescriptor
-from kvxfer.mooncake_service import MooncakeService
+from kvxfer.compat.mooncake.topology import build_matrix, numa_nodes
+from kvxfer.mooncake.service import MooncakeService
+from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.transports.rdma import RdmaTransport
 
 if TYPE_CHECKING:
-    from kvxfer.mooncake_rdma import MooncakeRdmaAnswer
+    from kvxfer.mooncake.rdma import MooncakeRdmaAnswer
     from kvxfer.transports.rdma_nic import Nic
 
 __all__ = ["Own", "rdma_nics"]
@@ -42,7 +42,7 @@ class Own:
         self._nics = rdma_nics(engine)
         self._answer: MooncakeRdmaAnswer | None = None
         if self._nics:
-            from kvxfer.mooncake_rdma import MooncakeRdmaAnswer
+            from kvxfer.mooncake.rdma import MooncakeRdmaAnswer
 
             self._answer = MooncakeRdmaAnswer(self._nics, engine.config, lambda: name)
         self._told: tuple[SegmentDescriptor, SegmentDescriptor] | None = None
@@ -74,7 +74,7 @@ class Own:
             self._answer.close()
 
     def _with_rdma(self, base: SegmentDescriptor) -> SegmentDescriptor:
-        from kvxfer.mooncake_rdma import rdma_buffers, rdma_devices
+        from kvxfer.mooncake.rdma import rdma_buffers, rdma_devices
 
         matrix = build_matrix({nic.context.name: nic.numa_node for nic in self._nics}, numa_nodes(Path("/")))
         return dataclasses.replace(
