@@ -54,8 +54,8 @@ from kvxfer.errors import (
     VerbsUnavailableError,
 )
 from kvxfer.memory.regions import Region
+from kvxfer.notifications import Notification
 from kvxfer.segment import Segment
-from kvxfer.serving import Notification
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
 
 __version__ = "0.1.0"

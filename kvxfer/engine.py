@@ -37,9 +37,10 @@ from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, buffer_view
 from kvxfer.memory.buffers import BufferView
 from kvxfer.memory.shared import SharedMemory
+from kvxfer.notifications import Notification
 from kvxfer.planning import Addresses, block_addresses, plan
 from kvxfer.segment import Segment
-from kvxfer.serving import Notification, PeerService
+from kvxfer.serving import PeerService
 from kvxfer.system.calls import is_readable
 from kvxfer.text import join_reasons
 from kvxfer.transports import TRANSPORTS
@@ -75,6 +76,7 @@ class TransferEngine:
     def __init__(self, **settings: Any) -> None:
         self.config = config = EngineConfig.resolve(**settings)
         self.generation = os.urandom(16).hex()
+        """Names this engine and no other, as peers see it; one that is started anew at the same address has another."""
         self.quiet_about: frozenset[str] = frozenset()
         """Transports that may be passed over without a warning, even where they were asked for by name."""
         self._pid = os.getpid()
@@ -407,10 +409,23 @@ class TransferEngine:
         """Move several batches at once to their end; raises the first failure, after all have ended."""
         wait_all(list(batches), timeout_s)
 
-    def notifications(self, timeout_s: float = 0.0) -> list[Notification]:
-        """Return and forget what has come in, oldest first; waits up to `timeout_s` for something."""
+    def notifications(self, timeout_s: float = 0.0, *, peer: str | None = None) -> list[Notification]:
+        """Return and forget what has come in, oldest first; waits up to `timeout_s` for something.
+
+        peer: only what this one sent, and hear of its end: a `Notification.peer`, which is the engine at that address,
+        or a `Notification.generation`, which is one process and no other that is started in its place. A peer that has
+        not opened this engine yet is waited for.
+
+        Raises PeerClosedError as soon as the peer's connections have ended, or at once if they had, and nothing of it
+        is unread. The last 1024 that have gone are remembered. Without `peer` nobody's end is told.
+        """
         self._check()
-        return self.service.take_notifications(timeout_s)
+        if peer is not None and not (isinstance(peer, str) and peer):
+            raise UsageError(
+                f"peer is {peer!r:.80}.",
+                remedy="Pass the peer's engine.address or engine.generation, as a Notification has them.",
+            )
+        return self.service.notifications.take(timeout_s, peer)
 
     # For segments and the listener.
 

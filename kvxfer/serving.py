@@ -12,9 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +31,7 @@ from kvxfer.handshake.frames import ASKING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, locate
+from kvxfer.notifications import Notification, NotificationQueue
 from kvxfer.planning import access_denied
 from kvxfer.session import Pending, Session, split_number
 from kvxfer.transports.base import Transport
@@ -41,24 +40,13 @@ from kvxfer.transports.shm import ShmTransport
 from kvxfer.transports.tcp import TcpTransport
 from kvxfer.types import AddressColumn, Opcode, Probe
 
-__all__ = ["Notification", "PeerService"]
+__all__ = ["PeerService"]
 
-NOTIFICATIONS_NBYTES_MAX = 256 << 20
-"""What unread notifications may hold of memory, whatever their number."""
 REFUSAL_NBYTES_MAX = 800
 """How much of a reason fits the answer to a notification."""
 
 TOLD_TIMEOUT_S = 0.25
 """How long a peer over tcp has to say that it knows of a region's end; a live one answers within 1 ms."""
-
-
-@dataclass(frozen=True)
-class Notification:
-    """What a peer sent with a batch; it is here only once all bytes of that batch are in place."""
-
-    peer: str
-    """The address of the peer's engine."""
-    payload: bytes
 
 
 class PeerService:
@@ -79,20 +67,8 @@ class PeerService:
         self._lock = threading.Lock()
         self._closed = False
         self._sessions: dict[str, Session] = {}
-        self._notifications: deque[Notification] = deque()
-        self._notifications_nbytes = 0
-        self._notified = threading.Condition()
+        self.notifications = NotificationQueue(config.notifications_pending_max)
         self._log = get_logger(__name__)
-
-    def take_notifications(self, timeout_s: float) -> list[Notification]:
-        """Return and forget what has come in; waits up to `timeout_s` for something, or for the end."""
-        with self._notified:
-            if not self._notifications and timeout_s > 0.0:
-                self._notified.wait_for(lambda: self._notifications or self._closed, timeout_s)
-            found = list(self._notifications)
-            self._notifications.clear()
-            self._notifications_nbytes = 0
-        return found
 
     def close(self) -> None:
         """Say goodbye to all peers; take no more."""
@@ -103,8 +79,7 @@ class PeerService:
             self.dialect.close()
         for session in sessions:
             session.close("engine closed")
-        with self._notified:
-            self._notified.notify_all()
+        self.notifications.close()
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the descriptors only."""
@@ -226,6 +201,9 @@ class PeerService:
         """A peer is there."""
         assert session.established is not None
         peer, transport = self._peer_address(session), session.established.transport
+        self.notifications.connected(session.generation, peer, session.token)
+        if session.error is not None:  # it has ended meanwhile, in another thread
+            self.notifications.disconnected(session.generation, session.token, session.error)
         self._log.info("peer.connected", peer=peer, label=session.label, transport=transport)
 
     def frame_received(self, session: Session, frame: Frame) -> None:
@@ -237,7 +215,7 @@ class PeerService:
             number, payload = split_number(frame)
             refusal = b""
             try:
-                self.notify(self._peer_address(session), payload)
+                self.notify(self._peer_address(session), payload, session.generation)
             except UsageError as error:
                 refusal = str(error).encode()[:REFUSAL_NBYTES_MAX]
             session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little") + refusal)
@@ -255,6 +233,7 @@ class PeerService:
         tcp = self.transports.get("tcp")
         if isinstance(error, PeerUnreachableError) and isinstance(tcp, TcpTransport):
             tcp.service.drop_peer(session.generation)  # dead, not only disconnected: streams outlive their session
+        self.notifications.disconnected(session.generation, session.token, error)
         event = "peer.disconnected" if session.established is not None else "peer.refused"
         self._log.info(event, peer=self._peer_address(session), label=session.label, reason=error.message)
 
@@ -312,22 +291,30 @@ class PeerService:
         self._table.acquire(used, "remote")
         return lambda: self._table.release(used, "remote")
 
+    def stream_began(self, generation: str, peer: str, number: int) -> None:
+        """A peer has a data connection."""
+        self.notifications.connected(generation, peer, number)
+
+    def stream_ended(self, generation: str, number: int) -> None:
+        """It is closed, and all that came in over it was taken."""
+        self.notifications.disconnected(generation, number)
+
     def check_room(self) -> None:
         """Raise UsageError where the queue of notifications is full."""
-        count, nbytes = len(self._notifications), self._notifications_nbytes
-        if count >= self._config.notifications_pending_max or nbytes >= NOTIFICATIONS_NBYTES_MAX:
-            raise UsageError(
-                f"{count} notifications, {nbytes} bytes, are unread at {self.address}.",
-                remedy="Call notifications() there more often, or raise notifications_pending_max.",
-            )
+        if self.notifications.is_full:
+            raise self._no_room()
 
-    def notify(self, peer: str, payload: bytes) -> None:
+    def notify(self, peer: str, payload: bytes, generation: str = "") -> None:
         """Queue a notification for the application; raises UsageError where the queue is full."""
-        with self._notified:
-            self.check_room()
-            self._notifications.append(Notification(peer, payload))
-            self._notifications_nbytes += len(payload)
-            self._notified.notify()
+        if not self.notifications.put(Notification(peer, payload, generation)):
+            raise self._no_room()
+
+    def _no_room(self) -> UsageError:
+        count, nbytes = self.notifications.unread
+        return UsageError(
+            f"{count} notifications, {nbytes} bytes, are unread at {self.address}.",
+            remedy="Call notifications() there more often, or raise notifications_pending_max.",
+        )
 
     # Inside.
 

@@ -50,8 +50,14 @@ class Gate(Protocol):
     def check_room(self) -> None:
         """Raise UsageError where no notification would be taken now."""
 
-    def notify(self, peer: str, payload: bytes) -> None:
+    def notify(self, peer: str, payload: bytes, generation: str) -> None:
         """Hand a notification to the application; raises UsageError where there is no room for it."""
+
+    def stream_began(self, generation: str, peer: str, number: int) -> None:
+        """A peer has a data connection."""
+
+    def stream_ended(self, generation: str, number: int) -> None:
+        """It is closed, and all that came in over it was taken."""
 
 
 class DataService:
@@ -73,8 +79,14 @@ class DataService:
         def make(loop: Loop) -> ServedStream:
             return _DataConnection(connection, number, peer, generation, loop, self, notify_nbytes_max)
 
-        if not self.serve(number, make):
-            connection.close()
+        self.gate.stream_began(generation, peer, number)
+        is_served = False
+        try:
+            is_served = self.serve(number, make)
+        finally:
+            if not is_served:
+                connection.close()
+                self.gate.stream_ended(generation, number)
 
     def serve(self, number: int, make: Callable[[Loop], ServedStream]) -> bool:
         """Give a connection to one of the threads; from any thread. False where the limit is reached.
@@ -175,11 +187,15 @@ class _DataConnection(ServedStream):
         service: DataService,
         notify_nbytes_max: int,
     ) -> None:
+        def forget() -> None:
+            service.forget(number)
+            service.gate.stream_ended(generation, number)
+
         super().__init__(
             connection,
             peer,
             loop,
-            lambda: service.forget(number),
+            forget,
             header_nbytes=REQUEST_NBYTES,
             generation=generation,
         )
@@ -250,7 +266,7 @@ class _DataConnection(ServedStream):
                 self.close()  # the peer has given the batch up: it must not be announced
                 return
             try:
-                self._gate.notify(self._peer, bytes(self._notify))
+                self._gate.notify(self._peer, bytes(self._notify), self.generation)
             except UsageError as error:  # the queue has filled up since it was looked at: the batch fails, unannounced
                 text = pack_refusal(error)
                 self._answer(Response(REFUSED, self._request.number, len(text)).pack() + text)
