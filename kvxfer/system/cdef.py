@@ -11,6 +11,7 @@ from pathlib import Path
 
 # struct iovec: readv(2); the pointer is declared as an integer so that numpy columns can be laid over it.
 # struct msghdr, mmsghdr: recvmmsg(2). ABI of 64-bit Linux (x86_64 and aarch64 agree).
+# syscall: with the arguments of move_pages(2), the only call that is made by it.
 # struct ifaddrs: getifaddrs(3). Its addresses are sockaddrs of several families; `interfaces.py` takes them apart.
 SOURCE = """
 struct iovec { uintptr_t base; size_t nbytes; };
@@ -37,6 +38,7 @@ ssize_t process_vm_writev(int pid, struct iovec *local, unsigned long local_coun
 int getifaddrs(struct ifaddrs **list);
 void freeifaddrs(struct ifaddrs *list);
 void *memmove(uintptr_t destination, uintptr_t source, size_t nbytes);
+long syscall(long number, int pid, unsigned long count, void **pages, int *nodes, int *status, int flags);
 """
 
 

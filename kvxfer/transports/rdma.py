@@ -23,6 +23,7 @@ from kvxfer.errors import (
     VerbsUnavailableError,
 )
 from kvxfer.log import get_logger
+from kvxfer.system.numa import find_memory_node, find_process_node
 from kvxfer.transports.base import Endpoint, PeerLink, Transport
 from kvxfer.types import Probe, Rights
 
@@ -117,7 +118,10 @@ class RdmaTransport(Transport):
             nic.add_keys(address, nbytes, chunks[["address", "nbytes", "lkey"]].tolist())
             keys[nic.name] = [list(row) for row in chunks[["address", "nbytes", "rkey"]].tolist()]
         self._registrations[address, nbytes] = registration
-        return {"nics": keys}
+        # Only now: what is registered is there, page by page. Where no two devices differ, nobody asks.
+        is_wanted = len({nic.numa_node for nic in self.nics} - {None}) > 1
+        node = find_memory_node(address, nbytes) if is_wanted else None
+        return {"nics": keys} if node is None else {"nics": keys, "numa_node": node}
 
     def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:
         for nic in self.nics:
@@ -132,7 +136,7 @@ class RdmaTransport(Transport):
         from kvxfer.transports.rdma_pairing import pair_rails
 
         offers = _keep_wanted(read_card(card, link.label), self._config, link.label)
-        rails = pair_rails(self.nics, offers, link.label)
+        rails = pair_rails(self.nics, offers, link.label, numa_node=find_process_node())
         endpoint = RdmaEndpoint(rails, link, self._config)
         self._endpoints.add(endpoint)
         return endpoint

@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvxfer.errors import KvxferError, PostError
+from kvxfer.memory.slices import row_numbers
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer, is_delivered
 from kvxfer.transports.rdma_connect import connect
 from kvxfer.transports.rdma_faults import fault_error, is_of_path
 from kvxfer.transports.rdma_lane import Lane, Work
 from kvxfer.transports.rdma_mender import Connect, Mender
+from kvxfer.transports.rdma_near import find_near, memory_nodes
 from kvxfer.transports.rdma_queue import Fault, SendQueue
 from kvxfer.transports.rdma_rail import Rail, usable_rails
 from kvxfer.transports.rdma_spread import SPREAD_NBYTES, Spreader
@@ -63,6 +65,7 @@ class RdmaEndpoint(Endpoint):
         self._link = link
         self._config = config
         self._changed = threading.Condition(threading.Lock())
+        self._has_far_rails = len({rail.numa_nodes for rail in self._rails}) > 1
         self._spreader = Spreader(link.label)
         self._mender = Mender(
             self._rails,
@@ -274,8 +277,8 @@ class RdmaEndpoint(Endpoint):
     def _begin(self, transfer: Transfer) -> None:
         """Make lanes of the batch and have them wait in their rails; raises what is wrong with it."""
         work = transfer.work = Work()
-        columns = (*transfer.columns, np.arange(len(transfer.columns[0])))
-        rails = self._rails_for(transfer.nbytes_total, work)
+        columns = (*transfer.columns, row_numbers(len(transfer.columns[0])))
+        rails = self._rails_for(transfer, transfer.nbytes_total)
         if rails:
             self._place(transfer, rails, columns)
             return
@@ -284,12 +287,19 @@ class RdmaEndpoint(Endpoint):
         self._orphans.append(lane)
         self._mender.start()
 
-    def _rails_for(self, nbytes: int, work: Work) -> list[Rail]:
+    def _rails_for(self, transfer: Transfer, nbytes: int) -> list[Rail]:
         """Return the rails that so many bytes should go over now; none where there is none, or there soon are more."""
         rails = usable_rails(self._rails)
         if rails and nbytes >= SPREAD_NBYTES and self._mender.connect_more():
-            return rails if time.monotonic() - work.begun >= MORE_S else []
+            return rails if time.monotonic() - transfer.work.begun >= MORE_S else []
+        if rails and self._has_far_rails and self._lacks_near(transfer):
+            self._mender.connect_more()  # for the next one: a small batch waits for no rail
         return rails
+
+    def _lacks_near(self, transfer: Transfer) -> bool:
+        """Whether none of the rails that are nearest to the batch's memory is connected."""
+        main = [rail for rail in self._rails if not rail.is_spare]
+        return not any(rail.is_connected for rail in find_near(main, *memory_nodes(transfer), nbytes=0))
 
     def _place(self, transfer: Transfer, rails: list[Rail], columns: tuple[AddressColumn, ...]) -> None:
         for lane in self._spreader.spread(transfer, rails, *columns):
@@ -302,7 +312,7 @@ class RdmaEndpoint(Endpoint):
         orphans, self._orphans = self._orphans, []
         for lane in orphans:
             work: Work = lane.transfer.work
-            rails = self._rails_for(lane.nbytes_left, work)
+            rails = self._rails_for(lane.transfer, lane.nbytes_left)
             if not rails:
                 self._orphans.append(lane)
                 continue

@@ -71,6 +71,7 @@ class Nic:
         self.port = port
         self.name = f"{context.name}:{port.number}"
         self.numa_node = SysfsDevice(context.name, context.device.root).numa_node
+        """None where it is not known: near to all memory."""
         limits = context.limits
         self.kind = f"{limits.vendor_id:#x}/{limits.vendor_part_id}/{limits.fw_ver}"
         """Vendor, part and firmware: devices of one kind take the same attributes."""
@@ -94,6 +95,7 @@ class Nic:
             read_depth=self.read_depth,
             pkey=self._pkey,
             mtu_nbytes_max=self._config.path_mtu_nbytes_max,
+            numa_node=self.numa_node,
         )
 
     def refresh(self) -> None:

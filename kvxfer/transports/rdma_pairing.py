@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import DeviceUnusableError, TransportUnavailableError
+from kvxfer.transports.rdma_near import rail_distance
 from kvxfer.transports.rdma_rail import Rail
 from kvxfer.verbs.gid_choice import GidPair
 from kvxfer.verbs.port_offer import PortOffer
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["pair_rails"]
 
 
-def pair_rails(nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], peer: str) -> list[Rail]:
+def pair_rails(
+    nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], peer: str, *, numa_node: int | None = None
+) -> list[Rail]:
     """Return the rails to a peer, best first; the first ones use each port of ours once.
 
-    offers: kind and offer of each port of the peer. Raises TransportUnavailableError with the reason for each pair.
+    offers: kind and offer of each port of the peer. numa_node: the one that this process is bound to, if any: rails
+    near to it come first. Raises TransportUnavailableError with the reason for each pair.
     """
     if not offers:
         raise TransportUnavailableError(
@@ -66,7 +70,7 @@ def pair_rails(nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], pee
             )
         )
     if rails:
-        return _one_subnet_first(rails)
+        return _best_first(rails, numa_node)
     told = "; ".join(f"{pair}: {why}" for pair, why in refusals.items()).rstrip(".")
     raise TransportUnavailableError(
         f"no RDMA port here reaches one of {peer}: {told}.",
@@ -76,8 +80,14 @@ def pair_rails(nics: Sequence[Nic], offers: Sequence[tuple[str, PortOffer]], pee
     )
 
 
-def _one_subnet_first(rails: list[Rail]) -> list[Rail]:
-    rails.sort(key=lambda rail: (rail.gids is not None and rail.gids.rank.is_other_subnet, rail.is_spare))
+def _best_first(rails: list[Rail], numa_node: int | None) -> list[Rail]:
+    rails.sort(
+        key=lambda rail: (
+            rail.gids is not None and rail.gids.rank.is_other_subnet,
+            rail.is_spare,
+            rail_distance(rail, numa_node, None),
+        )
+    )
     for order, rail in enumerate(rails):
         rail.order = order
     return rails

@@ -49,6 +49,8 @@ class Rail:
         self.waiting: deque[Lane] = deque()
         self.number = 0
         """The number of its newest connection; 0 before the first."""
+        self.numa_nodes = (nic.numa_node, remote.numa_node)
+        """Of the device here and of the peer's; None where that is not known."""
         self.is_spare = is_spare
         """Whether it is for the case that another one breaks: its ports are on other rails already."""
         self.rate = 0.0
@@ -150,6 +152,7 @@ class Rail:
             "attempts": [str(attempt) for attempt in self.attempts],
             "trouble": self.trouble,
             "link": str(self.remote.link_layer),
+            "numa_nodes": list(self.numa_nodes),
         }
 
 

@@ -1,6 +1,7 @@
 """How a batch is shared out: which rows go over which rail, cut for the memory keys and messages of both devices.
 
-Small batches take one rail, the one with the least on it; large ones all, by measured speed. Touches no device; the
+Of the rails that are near to its memory (`rdma_near.py`) a small batch takes the one with the least on it, a large one
+all, by measured speed. Touches no device; the
 endpoint's lock is held. Its result, lanes, goes to `rdma_queue.SendQueue.post`.
 """
 
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.memory.chunks import CHUNK_DTYPE
-from kvxfer.memory.slices import cut_slices
+from kvxfer.memory.slices import bounds, cut_slices
 from kvxfer.transports.rdma_keys import KeyTable, read_remote_keys
 from kvxfer.transports.rdma_lane import Lane
+from kvxfer.transports.rdma_near import find_near, memory_nodes
 from kvxfer.types import ADDRESS_MAX, AddressColumn, RegionDescriptor
 
 if TYPE_CHECKING:
@@ -59,17 +61,20 @@ class Spreader:
 
         Raises TransferError where the peer told no keys for a region.
         """
-        ends = np.cumsum(nbytes)
-        nbytes_total = int(ends[-1])
+        if len(rails) == 1:
+            return [self._make(transfer, rails[0], local, remote, nbytes, rows)]
+        ends = nbytes.cumsum()
+        nbytes_total = ends.item(-1)
+        rails = find_near(rails, *memory_nodes(transfer), nbytes=nbytes_total)
         if len(rails) == 1 or nbytes_total < SPREAD_NBYTES:
             self._turn += 1
             rail = min(rails, key=lambda one: (one.nbytes_waiting, (one.order + self._turn) % len(rails)))
             return [self._make(transfer, rail, local, remote, nbytes, rows)]
         piece_nbytes = nbytes_total // (PIECES * len(rails))
-        if int(nbytes.max()) > piece_nbytes:  # adjacent blocks were joined: too coarse to share out
+        if bounds(nbytes)[1] > piece_nbytes:  # adjacent blocks were joined: too coarse to share out
             cut = cut_slices(local, remote, nbytes, _EVERYWHERE, _EVERYWHERE, piece_nbytes)
             local, remote, nbytes, rows = cut["local"], cut["remote"], cut["nbytes"], rows[cut["request"]]
-            ends = np.cumsum(nbytes)
+            ends = nbytes.cumsum()
         is_known = all(rail.rate for rail in rails)
         shares = np.cumsum([rail.rate if is_known else 1.0 for rail in rails])
         borders = np.searchsorted(ends, nbytes_total * shares / shares[-1], "left") + 1
@@ -95,8 +100,14 @@ class Spreader:
     ) -> Lane:
         mine = rail.nic.local_keys()
         theirs = self._remote_keys(transfer.regions, rail)
-        lkey, rkey = mine.find_one(local, nbytes), theirs.find_one(remote, nbytes)
-        if lkey is not None and rkey is not None and int(nbytes.max()) <= rail.message_nbytes_max:
+        # One region, one key, as in most batches: planning has seen that all rows lie in it.
+        lkey = mine.find_region(transfer.used[0]) if len(transfer.used) == 1 else None
+        rkey = theirs.find_region(transfer.regions[0]) if len(transfer.regions) == 1 else None
+        if lkey is None:
+            lkey = mine.find_one(local, nbytes)
+        if rkey is None:
+            rkey = theirs.find_one(remote, nbytes)
+        if lkey is not None and rkey is not None and bounds(nbytes)[1] <= rail.message_nbytes_max:
             return Lane(transfer, rail, local, remote, nbytes, lkey, rkey, rows)
         cut = cut_slices(local, remote, nbytes, mine.chunks, theirs.chunks, rail.message_nbytes_max)
         return Lane(

@@ -37,6 +37,8 @@ MESSAGE_NBYTES_MIN = 4096
 """One packet of the largest path MTU, which every port takes. A peer that offers less would have us cut a transfer into
 as many pieces as it likes."""
 DEVICE_LENGTH_MAX = 64  # IBV_SYSFS_NAME_MAX
+NUMA_NODE_UNKNOWN = -1  # as in sysfs
+NUMA_NODE_MAX = 1023  # MAX_NUMNODES of Linux is 1 << 10
 FULL_MEMBER = 0x8000
 PARTITION = 0x7FFF
 """The number of a partition in its key; the high bit is the membership. Source: InfiniBand specification 1.4, 10.9."""
@@ -55,6 +57,7 @@ class PortOffer:
     """One port as its end offers it to the other. gids: usable ones, best first. pkey: of the partition it uses.
 
     needs_grh: the port demands a global route header. message_nbytes_max: the longest message (max_msg_sz).
+    numa_node: the one that the device is attached to; None where that is not known.
     """
 
     device: str
@@ -67,10 +70,18 @@ class PortOffer:
     message_nbytes_max: int
     pkey: int
     gids: tuple[GidCandidate, ...]
+    numa_node: int | None = None
 
     @classmethod
     def of(
-        cls, port: Port, gids: tuple[GidCandidate, ...], *, read_depth: ReadDepth, pkey: int, mtu_nbytes_max: int = 4096
+        cls,
+        port: Port,
+        gids: tuple[GidCandidate, ...],
+        *,
+        read_depth: ReadDepth,
+        pkey: int,
+        mtu_nbytes_max: int = 4096,
+        numa_node: int | None = None,
     ) -> PortOffer:
         """Return what to say of a port of this end."""
         is_ethernet = port.link_layer is LinkLayer.ETHERNET
@@ -85,6 +96,7 @@ class PortOffer:
             message_nbytes_max=port.max_msg_sz,
             pkey=pkey,
             gids=gids,
+            numa_node=numa_node,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +113,7 @@ class PortOffer:
             "message_max": self.message_nbytes_max,
             "pkey": self.pkey,
             "gids": [candidate.to_json() for candidate in self.gids],
+            "numa_node": NUMA_NODE_UNKNOWN if self.numa_node is None else self.numa_node,
         }
 
     @classmethod
@@ -114,6 +127,7 @@ class PortOffer:
             )
         if any(one.is_infiniband is (link_layer is LinkLayer.ETHERNET) for one in gids):
             raise RemoteProtocolError(f"the peer offers a GID that no {link_layer} port has.", field="gids")
+        node = take_int(obj, "numa_node", NUMA_NODE_UNKNOWN, NUMA_NODE_MAX) if "numa_node" in obj else NUMA_NODE_UNKNOWN
         return cls(
             device=take_name(obj, "device", DEVICE_LENGTH_MAX),
             port=take_int(obj, "port", 1, 255),
@@ -127,6 +141,7 @@ class PortOffer:
             message_nbytes_max=take_int(obj, "message_max", MESSAGE_NBYTES_MIN, (1 << 32) - 1),
             pkey=take_int(obj, "pkey", 0, 0xFFFF),
             gids=gids,
+            numa_node=None if node == NUMA_NODE_UNKNOWN else node,
         )
 
     def __str__(self) -> str:

@@ -1,13 +1,14 @@
-"""Which port talks to which port of the peer, and which is near to a buffer.
+"""Which port talks to which port of the peer.
 
 Pure. Two ports make a pair where they have one kind of link, one partition and GIDs that fit; of the pairs, those in
-one subnet come first, then those whose devices have one name on both hosts, then those in one place of the lists.
+one subnet come first, then those whose devices have one name on both hosts (which is how the ports of one switch are
+known where every port has a subnet of its own), then those on one NUMA node, then those in one place of the lists.
 No pair is tried that cannot work, and none is the only one: `rank_port_pairs` gives what to go on with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import DeviceUnusableError
@@ -15,7 +16,7 @@ from kvxfer.verbs.gid_candidate import GidScope
 from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
 from kvxfer.verbs.port_offer import PortOffer, find_pkey_conflict
 
-__all__ = ["PortPair", "find_shared_gids", "match_ports", "rank_port_pairs", "split_by_numa_node"]
+__all__ = ["PortPair", "find_shared_gids", "match_ports", "rank_port_pairs"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def rank_port_pairs(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> 
                 gids is not None and gids.is_broken,
                 gids is not None and gids.rank.is_other_subnet,
                 ours.device != theirs.device,
+                _numa_distance(ours.numa_node, theirs.numa_node),
                 abs(row - other_row),
                 gids.rank if gids else (),
                 max(row, other_row),
@@ -109,13 +111,12 @@ def find_shared_gids(offers: Sequence[PortOffer]) -> list[str]:
     ]
 
 
-def split_by_numa_node(nodes: Mapping[str, int | None], node: int | None) -> tuple[list[str], list[str]]:
-    """Return (near, far): the devices to prefer for a buffer on `node`, and the others.
-
-    nodes: the NUMA node of each device. Where either is not known, every such device is as near as any.
-    """
-    near = [name for name, own in nodes.items() if node is None or own is None or own == node]
-    return near, [name for name in nodes if name not in near]
+def _numa_distance(ours: int | None, theirs: int | None) -> int:
+    """Return 0 for one node at both ends, 2 for two. What is not known may be either, and leaves pairs that are known
+    to be alike to each other."""
+    if ours is None or theirs is None:
+        return 1
+    return 0 if ours == theirs else 2
 
 
 def _no_pair(local: Sequence[PortOffer], remote: Sequence[PortOffer]) -> DeviceUnusableError:

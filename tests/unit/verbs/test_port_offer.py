@@ -156,3 +156,13 @@ def test_ethernet_port_without_a_gid_is_answered_with_missing_gid() -> None:
     """B12."""
     with pytest.raises(RemoteProtocolError, match="missing GID"):
         PortOffer.from_json({**GOOD, "gids": []})
+
+
+@pytest.mark.parametrize(("told", "node"), [({"numa_node": 1}, 1), ({"numa_node": -1}, None), ({}, None)], ids=str)
+def test_node_that_a_peer_does_not_tell_is_unknown(told: dict[str, int], node: int | None) -> None:
+    """B31: as one of an older version does."""
+    rest = {name: value for name, value in GOOD.items() if name != "numa_node"}
+
+    assert PortOffer.from_json({**rest, **told}).numa_node == node
+    with pytest.raises(RemoteProtocolError, match="numa_node"):
+        PortOffer.from_json({**rest, "numa_node": 1 << 20})

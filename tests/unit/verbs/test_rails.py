@@ -8,7 +8,7 @@ from kvxfer.errors import DeviceUnusableError
 from kvxfer.verbs.enums import GidType
 from kvxfer.verbs.gid_candidate import NetdevState
 from kvxfer.verbs.port_offer import PortOffer
-from kvxfer.verbs.rails import PortPair, find_shared_gids, match_ports, rank_port_pairs, split_by_numa_node
+from kvxfer.verbs.rails import PortPair, find_shared_gids, match_ports, rank_port_pairs
 from tests.support.gid_rows import IB, INFINIBAND, V1, V2, candidate, offer
 
 
@@ -107,15 +107,11 @@ def test_devices_with_equal_gids_are_told_once() -> None:
     assert len(match_ports(offers[:2], [offer("mlx5_0", candidate("192.0.2.2/24"))])) == 2
 
 
-def test_devices_near_the_buffer_are_preferred() -> None:
-    """B30."""
-    nodes = {"mlx_0": 0, "mlx_1": 1}
+def test_like_nodes_decide_before_places_and_after_names() -> None:
+    """B28, B30: the position would pair across the nodes."""
+    a = [offer(f"mlx_{at}", candidate(f"10.0.0.{at + 1}/24"), numa_node=at) for at in range(2)]
+    b = [offer(f"bnxt_{at}", candidate(f"10.0.0.{at + 11}/24"), numa_node=1 - at) for at in range(2)]
+    named = [offer(f"mlx_{at}", candidate(f"10.0.0.{at + 11}/24"), numa_node=1 - at) for at in range(2)]
 
-    assert split_by_numa_node(nodes, 1) == (["mlx_1"], ["mlx_0"])
-    assert split_by_numa_node(nodes, None) == (["mlx_0", "mlx_1"], [])
-
-
-def test_device_of_unknown_node_is_near_to_everything() -> None:
-    """B31."""
-    assert split_by_numa_node({"mlx_0": None, "mlx_1": 1}, 0) == (["mlx_0"], ["mlx_1"])
-    assert split_by_numa_node({"mlx_0": None, "mlx_1": 1}, None) == (["mlx_0", "mlx_1"], [])
+    assert names(match_ports(a, b)) == [("mlx_0", "bnxt_1"), ("mlx_1", "bnxt_0")]
+    assert names(match_ports(a, named)) == [("mlx_0", "mlx_0"), ("mlx_1", "mlx_1")]
