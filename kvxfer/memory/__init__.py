@@ -9,7 +9,17 @@ registration, a region -> chunks with their keys on RDMA devices.
 from kvxfer.memory.buffers import BufferView, buffer_view
 from kvxfer.memory.chunks import CHUNK_DTYPE, plan_chunks
 from kvxfer.memory.regions import Region, RegionSnapshot, RegionTable, Reservation
-from kvxfer.memory.slices import SLICE_DTYPE, as_columns, coalesce, cut_slices, distinct, locate
+from kvxfer.memory.slices import (
+    SLICE_DTYPE,
+    as_columns,
+    bounds,
+    coalesce,
+    cut_slices,
+    distinct,
+    locate,
+    locate_one,
+    row_numbers,
+)
 
 __all__ = [
     "CHUNK_DTYPE",
@@ -20,10 +30,13 @@ __all__ = [
     "RegionTable",
     "Reservation",
     "as_columns",
+    "bounds",
     "buffer_view",
     "coalesce",
     "cut_slices",
     "distinct",
     "locate",
+    "locate_one",
     "plan_chunks",
+    "row_numbers",
 ]

@@ -5,6 +5,7 @@ Pure. What the peer told is checked here: a table that does not cover a region w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy.typing as npt
 
 from kvxfer.errors import TransferError
 from kvxfer.memory.chunks import CHUNK_DTYPE, ChunkArray
+from kvxfer.memory.regions import Region
+from kvxfer.memory.slices import locate_one
 from kvxfer.types import AddressColumn, RegionDescriptor
 
 __all__ = ["KeyTable", "read_remote_keys"]
@@ -23,13 +26,16 @@ KeyColumn = npt.NDArray[np.uint32]
 class KeyTable:
     """Chunks of registered memory, ascending in address, and the key of each on one device."""
 
-    __slots__ = ("chunks", "ends", "keys", "starts")
+    __slots__ = ("_end_ints", "_key_ints", "_start_ints", "chunks", "ends", "keys", "starts")
 
     def __init__(self, chunks: ChunkArray, keys: KeyColumn) -> None:
         self.chunks = chunks
         self.keys = keys
         self.starts: AddressColumn = np.ascontiguousarray(chunks["address"])
         self.ends: AddressColumn = self.starts + chunks["nbytes"]
+        self._start_ints: list[int] = self.starts.tolist()
+        self._end_ints: list[int] = self.ends.tolist()
+        self._key_ints: list[int] = keys.tolist()
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, int, int]]) -> KeyTable:
@@ -38,12 +44,15 @@ class KeyTable:
         chunks = np.array([row[:2] for row in ordered], CHUNK_DTYPE)
         return cls(chunks, np.array([row[2] for row in ordered], np.uint32))
 
+    def find_region(self, region: Region | RegionDescriptor) -> int | None:
+        """Return the key of the one chunk that covers a region whole; None where there is no such one."""
+        at = bisect_right(self._start_ints, region.address) - 1
+        return self._key_ints[at] if at >= 0 and region.end <= self._end_ints[at] else None
+
     def find_one(self, addresses: AddressColumn, nbytes: AddressColumn) -> int | None:
-        """Return the key of the one chunk that holds all ranges; None where there is no such one."""
-        at = int(self.starts.searchsorted(addresses[0], "right")) - 1
-        if at < 0 or int(addresses.min()) < self.starts.item(at):
-            return None
-        return int(self.keys[at]) if int((addresses + nbytes).max()) <= self.ends.item(at) else None
+        """Return the key of the one chunk that holds all ranges; None where there is none, or not surely."""
+        at = locate_one(addresses, nbytes, self.starts, self.ends)
+        return None if at is None else self._key_ints[at]
 
 
 def read_remote_keys(regions: Sequence[RegionDescriptor], nic: str, peer: str) -> KeyTable:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.errors import NotRegisteredError, UsageError
-from kvxfer.memory import CHUNK_DTYPE, as_columns, coalesce, cut_slices, locate
+from kvxfer.memory import CHUNK_DTYPE, as_columns, bounds, coalesce, cut_slices, locate, locate_one, row_numbers
 from kvxfer.types import ADDRESS_MAX
 
 Rows = list[tuple[int, int]]
@@ -87,6 +87,43 @@ def test_locate_agrees_with_a_look_at_every_byte(table: Rows, data: st.DataObjec
         with pytest.raises(NotRegisteredError, match=f"^row {bad[0]}: local") as caught:
             locate(addresses, nbytes, starts, ends)
         assert caught.value.rows == bad
+
+
+@given(tables(), st.data())
+def test_locate_one_names_a_region_only_where_it_holds_every_row(table: Rows, data: st.DataObject) -> None:
+    numbers = st.integers(-4, 90) | st.integers(-(2**63), 2**63 - 1)
+    inside = [(start + skip, n) for start, count in table for skip in (0, count // 2) for n in (1, count - skip)]
+    row = st.sampled_from(inside) if inside else st.tuples(numbers, numbers)
+    rows = data.draw(st.lists(row, min_size=1, max_size=4)) + data.draw(
+        st.lists(st.tuples(numbers, numbers), max_size=1)
+    )
+    holders = [
+        i for i, (start, size) in enumerate(table) if all(start <= a and 1 <= n <= start + size - a for a, n in rows)
+    ]
+
+    one = locate_one(*(column(values) for values in zip(*rows, strict=True)), *table_columns(table))
+
+    if one is not None:
+        assert [one] == holders
+    elif len({n for _, n in rows}) == 1:  # where all rows are as long as the longest it is never in doubt
+        assert not holders
+
+
+def table_columns(table: Rows) -> tuple[Any, Any]:
+    return column(start for start, _ in table), column(start + n for start, n in table)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=70))
+def test_bounds_are_the_least_and_the_greatest_value(values: list[int]) -> None:
+    assert bounds(column(values)) == (min(values), max(values))
+
+
+@pytest.mark.parametrize("count", [1, 2, 16_384, 16_385])
+def test_row_numbers_count_from_0_and_cannot_be_spoilt(count: int) -> None:
+    numbers = row_numbers(count)
+
+    assert numbers.tolist() == list(range(count))
+    assert count > 16_384 or not numbers.flags.writeable
 
 
 def naive_coalesce(rows: list[tuple[int, int, int, int, int]], limit: int | None) -> list[tuple[int, int, int, int]]:
