@@ -53,6 +53,7 @@ EVENTS: dict[str, str] = {
     "rdma.connected": "a queue pair to a peer is connected; the attributes say how",
     "rdma.event": "something happened to an RDMA device or port",
     "rdma.interfaces_unknown": "the kernel did not tell the network interfaces; GIDs are judged without them",
+    "rdma.port_added": "an RDMA port that was down, or not there, when the engine was made is used from now on",
     "rdma.port_doubtful": "an RDMA port that was wanted is not used, or its GID may not carry",
     "rdma.port_down": "an RDMA port went down or its device is gone; its rails are not used until it is back",
     "rdma.rail_broken": "a queue pair broke; what was on it goes over another rail or a new connection",

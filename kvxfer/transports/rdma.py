@@ -7,19 +7,19 @@ a connection is made), docs/rdma.md (what an operator sees).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from kvxfer.errors import (
     KvxferError,
     RegistrationError,
     RemoteProtocolError,
     TransportUnavailableError,
-    VerbsError,
     VerbsUnavailableError,
 )
 from kvxfer.log import get_logger
@@ -29,11 +29,11 @@ from kvxfer.types import Probe, Rights
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
-    from kvxfer.memory.registration import Registration
     from kvxfer.transports.loop import Loop
     from kvxfer.transports.rdma_endpoint import RdmaEndpoint
     from kvxfer.transports.rdma_nic import Nic, NicSurvey
     from kvxfer.verbs.library import VerbsLibrary
+    from kvxfer.verbs.port_offer import PortOffer
 
 __all__ = ["RdmaTransport", "read_card"]
 
@@ -52,36 +52,39 @@ class RdmaTransport(Transport):
     name: ClassVar[str] = "rdma"
 
     def __init__(self, config: EngineConfig, loop: Loop) -> None:
+        from kvxfer.transports.rdma_memory import RdmaMemory
         from kvxfer.transports.rdma_nic import open_nics
         from kvxfer.transports.rdma_service import RdmaService
+        from kvxfer.transports.rdma_watch import PortWatch
         from kvxfer.verbs.rails import find_shared_gids
 
         self._config = config
-        self._loop = loop
-        survey = open_nics(config, *self.library_for(config))
+        source = self.library_for(config)
+        survey = open_nics(config, *source)
         self.nics: tuple[Nic, ...] = survey.nics
-        self._registrations: dict[tuple[int, int], Registration] = {}
+        """The ports that are in use; those that come up later are added."""
+        self._memory = RdmaMemory(self.nics, config.rdma_chunk_nbytes_max)
         self.service = RdmaService(self.nics, config)
-        self._endpoints: WeakSet[RdmaEndpoint] = WeakSet()
+        self._lock = threading.Lock()
+        self._endpoints: WeakKeyDictionary[RdmaEndpoint, tuple[list[tuple[str, PortOffer]], str]] = WeakKeyDictionary()
+        """What was offered by the peer of each, and its name."""
         for port, warning in survey.warnings.items():
             log.warning("rdma.port_doubtful", port=port, warning=warning)
         for warning in find_shared_gids([nic.offer() for nic in self.nics]):
             log.warning("rdma.shared_gid", warning=warning)
-        self._watchers = [_EventReader(nics) for nics in _by_device(self.nics)]
-        for watcher in self._watchers:
-            loop.call_soon(lambda one=watcher: loop.add(one))  # type: ignore[misc]
+        self._watch = PortWatch(survey, config, loop, source, self._take)
 
     @classmethod
     def probe(cls, config: EngineConfig) -> Probe:
         """Open the devices, look, and close them again; never raises."""
-        from kvxfer.transports.rdma_nic import close_nics, open_nics
+        from kvxfer.transports.rdma_nic import open_nics
 
         try:
             survey = open_nics(config, *cls.library_for(config))
         except KvxferError as error:
             return Probe("rdma", usable=False, reason=error.message, remedy=error.remedy, details=_details(error))
         probe = _survey_probe(survey)
-        close_nics(survey.nics)
+        survey.close()
         return probe
 
     @classmethod
@@ -91,55 +94,57 @@ class RdmaTransport(Transport):
         return None, Path("/")
 
     def card(self) -> dict[str, Any]:
+        self._watch.look_for_devices()
         return {"ports": [{"kind": nic.kind, "offer": nic.offer().to_json()} for nic in self.nics if not nic.is_down]}
 
     def register(self, address: int, nbytes: int, *, rights: Rights, read_only: bool = False) -> dict[str, Any]:
-        from kvxfer.memory.registration import access_for, register
+        from kvxfer.memory.registration import access_for
 
-        domains = list(dict.fromkeys(nic.domain for nic in self.nics))
         try:
-            registration = register(
-                domains,
-                address,
-                nbytes,
-                access_for(rights, is_read_only=read_only),
-                chunk_nbytes_max=self._config.rdma_chunk_nbytes_max,
-                trusts_device=self._config.rdma_chunk_nbytes_max is None,
-            )
+            keys = self._memory.register(address, nbytes, access_for(rights, is_read_only=read_only))
         except RegistrationError as error:
             raise RegistrationError(
                 error.message,
                 remedy=f"{error.remedy} Or leave rdma out (transports=('shm', 'tcp'), KVXFER_TRANSPORTS=shm,tcp).",
                 **error.values,
             ) from error
-        keys: dict[str, list[list[int]]] = {}
-        for nic in self.nics:
-            chunks = registration.devices[domains.index(nic.domain)].chunks
-            nic.add_keys(address, nbytes, chunks[["address", "nbytes", "lkey"]].tolist())
-            keys[nic.name] = [list(row) for row in chunks[["address", "nbytes", "rkey"]].tolist()]
-        self._registrations[address, nbytes] = registration
         # Only now: what is registered is there, page by page. Where no two devices differ, nobody asks.
-        is_wanted = len({nic.numa_node for nic in self.nics} - {None}) > 1
-        node = find_memory_node(address, nbytes) if is_wanted else None
-        return {"nics": keys} if node is None else {"nics": keys, "numa_node": node}
+        if len({nic.numa_node for nic in self.nics} - {None}) > 1:
+            node = find_memory_node(address, nbytes)
+            if node is not None:
+                keys["numa_node"] = node
+        return keys
 
     def deregister(self, address: int, nbytes: int, keys: Mapping[str, Any]) -> None:
-        for nic in self.nics:
-            nic.remove_keys(address, nbytes)
-        registration = self._registrations.get((address, nbytes))
-        if registration is not None:
-            registration.close()
-            del self._registrations[address, nbytes]
+        self._memory.deregister(address, nbytes)
 
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:
         from kvxfer.transports.rdma_endpoint import RdmaEndpoint
         from kvxfer.transports.rdma_pairing import pair_rails
 
         offers = _keep_wanted(read_card(card, link.label), self._config, link.label)
-        rails = pair_rails(self.nics, offers, link.label, numa_node=find_process_node())
-        endpoint = RdmaEndpoint(rails, link, self._config)
-        self._endpoints.add(endpoint)
+        with self._lock:  # a port that is added meanwhile finds the endpoint
+            rails = pair_rails(self.nics, offers, link.label, numa_node=find_process_node())
+            endpoint = RdmaEndpoint(rails, link, self._config)
+            self._endpoints[endpoint] = (offers, link.label)
         return endpoint
+
+    def _take(self, nic: Nic) -> None:
+        """Use a port more: register all memory with its device, offer it to peers, give rails to those that are open.
+
+        Raises RegistrationError, and the port is not used then.
+        """
+        from kvxfer.transports.rdma_pairing import pair_rails
+
+        self._memory.add(nic)
+        self.service.add(nic)
+        with self._lock:
+            self.nics = (*self.nics, nic)
+            endpoints = list(self._endpoints.items())
+            nics = self.nics
+        for endpoint, (offers, peer) in endpoints:
+            with contextlib.suppress(TransportUnavailableError):  # no port here reaches this peer now
+                endpoint.add_rails([rail for rail in pair_rails(nics, offers, peer) if rail.nic is nic])
 
     def accept(
         self, peer: str, session: str, body: Mapping[str, Any], answer: Callable[[Mapping[str, Any]], bool]
@@ -156,61 +161,18 @@ class RdmaTransport(Transport):
         """The devices are the parent's: nothing of them may be touched here."""
 
     def close(self) -> None:
-        from kvxfer.transports.rdma_nic import close_nics
+        from kvxfer.transports.rdma_nic import close_devices
 
-        are_removed = threading.Event()
-
-        def remove_watchers() -> None:
-            for watcher in self._watchers:
-                self._loop.remove(watcher)
-            are_removed.set()
-
-        self._loop.call_soon(remove_watchers)
+        is_idle = self._watch.stop(IDLE_TIMEOUT_S)
         self.service.close()
-        if self._loop.is_running and not self._loop.is_current:
-            are_removed.wait(IDLE_TIMEOUT_S)  # the loop may be reading an event of a device that is closed below
-        for registration in self._registrations.values():
-            try:
-                registration.close()
-            except VerbsError as error:  # the device may be gone: the rest is closed all the same
-                log.warning("rdma.close_failed", error=error.message)
-        self._registrations.clear()
+        if is_idle:
+            self._memory.close()
         deadline = time.monotonic() + IDLE_TIMEOUT_S
-        if not all(one.wait_idle(max(0.0, deadline - time.monotonic())) for one in list(self._endpoints)):
-            log.warning("rdma.close_failed", error="a connection is still being made; the devices stay open.")
+        endpoints = list(self._endpoints)
+        if not is_idle or not all(one.wait_idle(max(0.0, deadline - time.monotonic())) for one in endpoints):
+            log.warning("rdma.close_failed", error="a connection or a port is still being made; the devices stay open.")
             return
-        close_nics(self.nics, lambda error: log.warning("rdma.close_failed", error=error.message))
-
-
-class _EventReader:
-    """Handler of the loop: reads what happens to one device, for all its ports."""
-
-    def __init__(self, nics: list[Nic]) -> None:
-        self._nics = nics
-        self._context = nics[0].context
-        self._fd = self._context.async_fd
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def ready(self, events: int, now: float) -> bool:
-        while (event := self._context.get_async_event()) is not None:
-            for nic in self._nics:
-                nic.note_event(event)
-        return True
-
-    def timer(self, now: float) -> None:
-        """It has none."""
-
-    def failed(self, error: BaseException) -> None:
-        """The loop has logged it."""
-
-
-def _by_device(nics: tuple[Nic, ...]) -> list[list[Nic]]:
-    groups: dict[int, list[Nic]] = {}
-    for nic in nics:
-        groups.setdefault(id(nic.context), []).append(nic)
-    return list(groups.values())
+        close_devices(self._watch.contexts, lambda error: log.warning("rdma.close_failed", error=error.message))
 
 
 def read_card(card: Mapping[str, Any], peer: str) -> list[tuple[str, Any]]:

@@ -94,6 +94,14 @@ class RdmaEndpoint(Endpoint):
         """Connect the first rail that can be; the others are connected when a batch is large enough for them."""
         self._mender.establish(deadline)
 
+    def add_rails(self, rails: Sequence[Rail]) -> None:
+        """Use rails more, as soon as they are wanted: of a port here that has come up."""
+        with self._changed:
+            for rail in rails:
+                rail.order = len(self._rails)
+                self._rails.append(rail)
+            self._has_far_rails = len({rail.numa_nodes for rail in self._rails}) > 1
+
     def unreachable(self, region: RegionDescriptor) -> str | None:
         if "nics" in region.keys.get("rdma", {}):
             return None

@@ -1,7 +1,8 @@
 """One RDMA port of this host, open: what it offers to peers, its memory keys, and what happens to it.
 
 `open_nics` opens every port that the settings allow and that carries data, and says of each other one why not.
-Read next: `rdma_rail.py`, which is one of them with a port of the peer.
+Read next: `rdma_rail.py`, which is one of them with a port of the peer; `rdma_watch.py`, which finds those that come
+up later.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvxfer.verbs.completion_queue import CompletionQueue
     from kvxfer.verbs.protection_domain import ProtectionDomain
 
-__all__ = ["Nic", "NicSurvey", "close_nics", "open_nics"]
+__all__ = ["Nic", "NicSurvey", "close_devices", "find_nics", "open_nics"]
 
 QUEUE_PAIRS_PLANNED = 64
 """Connections that a device with one read budget for all of them is planned for; Ionic has 16 reads in all."""
@@ -46,12 +47,21 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class NicSurvey:
-    """What `open_nics` found. refusals: for each port that is not used, or each device, the reason. warnings: what a
-    person should know of: a port that was wanted and is not used, a choice that may not carry."""
+    """What `open_nics` found.
+
+    refusals: for each port that is not used, or each device, the reason. warnings: what a person should know of: a port
+    that was wanted and is not used, a choice that may not carry. contexts: the devices that are open: those of `nics`,
+    and those of which a port may come up later.
+    """
 
     nics: tuple[Nic, ...]
     refusals: dict[str, str]
     warnings: dict[str, str]
+    contexts: tuple[Context, ...]
+
+    def close(self, on_error: Callable[[KvxferError], None] = lambda error: None) -> None:
+        """Close the devices with everything that was made from them."""
+        close_devices(self.contexts, on_error)
 
 
 class Nic:
@@ -163,6 +173,12 @@ class Nic:
                 self._passive_queue = self.context.create_cq(1)
             return self._passive_queue
 
+    def close(self) -> None:
+        """Give back what it alone has; the device stays open, with what other ports of it have."""
+        with self._lock:
+            if self._passive_queue is not None:
+                self._passive_queue.close()
+
     def __repr__(self) -> str:
         return f"<Nic {self.name} {self.choice.best}>"
 
@@ -188,34 +204,63 @@ def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: P
         for item in wanted:
             if item.device not in names:
                 refusals[str(item)] = warnings[str(item)] = f"there is no such device; there is {', '.join(names)}"
-    interfaces = _find_interfaces()
+    contexts: list[Context] = []
     for device in devices:
         context: Context | None = None
-        used: list[Nic] = []
         try:
             context = device.open()
-            verdicts = judge_ports(context.ports(), device.transport_type, wanted)
-            refusals |= {f"{device.name}:{one.port.number}": one.reason for one in verdicts if not one.is_usable}
-            usable = [one.port for one in verdicts if one.is_usable]
-            domain = context.alloc_pd() if usable else None
+            found = find_nics(context, config)
+        except KvxferError as error:
+            refusals[device.name] = warnings[device.name] = error.message
+            if context is not None:
+                context.close()
+            continue
+        nics += found.nics
+        refusals |= found.refusals
+        warnings |= found.warnings
+        contexts += found.contexts
+        if not found.contexts:
+            context.close()
+    return NicSurvey(tuple(nics), refusals, warnings, tuple(contexts))
+
+
+def find_nics(context: Context, config: EngineConfig, used: Sequence[Nic] = ()) -> NicSurvey:
+    """Return what `open_nics` does, of one open device. used: those of its ports that are open already, left out.
+
+    Raises VerbsError where the device does not do what every device must; nothing of this call is left then.
+    """
+    refusals: dict[str, str] = {}
+    warnings: dict[str, str] = {}
+    nics: list[Nic] = []
+    numbers = [nic.port.number for nic in used]
+    ports = [port for port in context.ports() if port.number not in numbers]
+    verdicts = judge_ports(ports, context.device.transport_type, config.rdma_devices)
+    refusals |= {f"{context.name}:{one.port.number}": one.reason for one in verdicts if not one.is_usable}
+    usable = [one.port for one in verdicts if one.is_usable]
+    if usable:
+        interfaces = _find_interfaces()
+        domain = used[0].domain if used else context.alloc_pd()
+        try:
             for port in usable:
-                assert domain is not None
                 try:
                     nic = Nic(context, domain, port, config, interfaces)
                     nic.passive_queue()  # one that cannot make a completion queue is of no use
-                    used.append(nic)
+                    nics.append(nic)
                     if nic.choice.warning:
                         warnings[nic.name] = nic.choice.warning
                 except DeviceUnusableError as error:
-                    refusals[f"{device.name}:{port.number}"] = error.message
-                    warnings[f"{device.name}:{port.number}"] = error.message
-        except KvxferError as error:
-            refusals[device.name] = warnings[device.name] = error.message
-            used = []
-        if not used and context is not None:
-            context.close()
-        nics += used
-    return NicSurvey(tuple(nics), refusals, warnings)
+                    refusals[f"{context.name}:{port.number}"] = error.message
+                    warnings[f"{context.name}:{port.number}"] = error.message
+        except BaseException:
+            for nic in nics:
+                nic.close()
+            if not used:
+                domain.close()
+            raise
+        if not nics and not used:
+            domain.close()
+    may_carry = bool(usable) or any(one.may_change for one in verdicts)
+    return NicSurvey(tuple(nics), refusals, warnings, (context,) if may_carry else ())
 
 
 def _find_interfaces() -> Sequence[Interface] | None:
@@ -227,9 +272,9 @@ def _find_interfaces() -> Sequence[Interface] | None:
         return None
 
 
-def close_nics(nics: Sequence[Nic], on_error: Callable[[KvxferError], None] = lambda error: None) -> None:
-    """Close the devices with everything that was made from them."""
-    for context in dict.fromkeys(nic.context for nic in nics):
+def close_devices(contexts: Sequence[Context], on_error: Callable[[KvxferError], None] = lambda error: None) -> None:
+    """Close devices with everything that was made from them."""
+    for context in contexts:
         try:
             context.close()
         except KvxferError as error:

@@ -51,6 +51,11 @@ class RdmaService:
         self._makers = ThreadPoolExecutor(CONNECTING_MAX, thread_name_prefix="kvxfer-connect")
         self._is_closed = False
 
+    def add(self, nic: Nic) -> None:
+        """Serve one port more."""
+        with self._lock:
+            self._nics = {**self._nics, nic.name: nic}
+
     @property
     def connection_count(self) -> int:
         """Queue pairs that peers hold, or that are being made for them."""

@@ -41,10 +41,12 @@ NOT_WANTED = "not in rdma_devices"
 
 @dataclass(frozen=True)
 class PortVerdict:
-    """What was thought of one port. reason: why it carries no data for us; "" where it does."""
+    """What was thought of one port. reason: why it carries no data for us; "" where it does. may_change: whether it may
+    carry data later without any change of the settings: it is down now."""
 
     port: Port
     reason: str
+    may_change: bool = False
 
     @property
     def is_usable(self) -> bool:
@@ -79,7 +81,7 @@ def judge_ports(
     ports: Iterable[Port], transport_type: TransportType, wanted: Sequence[DevicePort] | None = None
 ) -> list[PortVerdict]:
     """Return the verdict on each port of one device. wanted: the user's filter; None for every port."""
-    return [PortVerdict(port, _why_not(port, transport_type, wanted)) for port in ports]
+    return [_judge(port, transport_type, wanted) for port in ports]
 
 
 def choose_port(device: str, verdicts: Sequence[PortVerdict]) -> Port:
@@ -167,8 +169,16 @@ def build_address_vector(
     )
 
 
-def _why_not(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None) -> str:
-    """Why a port carries no data for us; "" where it does."""
+def _judge(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None) -> PortVerdict:
+    never = _why_never(port, transport_type, wanted)
+    if never:
+        return PortVerdict(port, never)
+    reason = _why_not_now(port)
+    return PortVerdict(port, reason, may_change=bool(reason))
+
+
+def _why_never(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None) -> str:
+    """Why a port never carries data for us; "" where it may."""
     named = [item for item in wanted or () if item.device == port.device]
     if wanted is not None and not any(item.port in (None, port.number) for item in named):
         return NOT_WANTED
@@ -176,6 +186,11 @@ def _why_not(port: Port, transport_type: TransportType, wanted: Sequence[DeviceP
         return f"unsupported ({transport_type}, such as EFA): it has no RC queue pairs"
     if transport_type is TransportType.IWARP or port.link_layer is LinkLayer.UNSPECIFIED:
         return "unsupported (iWARP): its queue pairs need a connection manager"
+    return ""
+
+
+def _why_not_now(port: Port) -> str:
+    """Why a port carries no data now; "" where it does."""
     if not port.is_active:
         return f"{port.state}, not ACTIVE"
     if port.link_layer is LinkLayer.INFINIBAND and not port.lid and not port.needs_grh:

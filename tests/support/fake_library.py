@@ -152,6 +152,13 @@ class LibraryBase:
             found.raise_event(EventType.DEVICE_FATAL, 0)
             self.fabric.polled()
 
+    def plug_in(self, nic: FakeNic) -> None:
+        """Let a device appear."""
+        with self._lock:
+            device = FakeDevice(self, nic, len(self.devices))
+            self.devices.append(device)
+            self._devices[device.struct] = device
+
     def die(self) -> None:
         """Let the process end as by SIGKILL: the kernel takes back everything, peers are told nothing."""
         with self._lock:
