@@ -146,7 +146,7 @@ def test_a_peer_that_is_out_of_reach_by_rdma_is_reached_by_tcp_with_the_reason()
 def test_a_port_that_is_down_is_neither_used_nor_offered(guest: Guest) -> None:
     with two_engines(devices(guest, "a"), devices(guest, "b")) as (engine, peer):
         there = peer.run("result = engine._transports['rdma'].card()['ports']")
-        here: Any = engine.transport("rdma").card()
+        here: Any = engine._transports.find("rdma").card()
 
         assert [port["offer"]["device"] for port in here["ports"]] == ["rxa1"]
         assert [port["offer"]["device"] for port in there] == ["rxb0", "rxb1"]

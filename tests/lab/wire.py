@@ -169,16 +169,28 @@ def into_the_middle(batch: TransferBatch) -> None:
 
 @contextlib.contextmanager
 def netem(*words: str, netdevs: tuple[str, ...] = NETDEVS) -> Iterator[None]:
-    """Do to the packets that leave these netdevs what tc-netem(8) calls `words`."""
-    added = []
+    """Do to the packets that leave these netdevs what tc-netem(8) calls `words`; then again what was done before."""
+    before = {netdev: _shaped.get(netdev, ()) for netdev in netdevs}
     try:
         for netdev in netdevs:
-            run("tc", "qdisc", "add", "dev", netdev, "root", "netem", "limit", "20000", *words)
-            added.append(netdev)
+            _shape(netdev, words)
         yield
     finally:
-        for netdev in added:
-            run("tc", "qdisc", "del", "dev", netdev, "root")
+        for netdev, old in before.items():
+            _shape(netdev, old)
+
+
+_shaped: dict[str, tuple[str, ...]] = {}
+"""What is done to the packets that leave a netdev."""
+
+
+def _shape(netdev: str, words: tuple[str, ...]) -> None:
+    if netdev in _shaped:
+        run("tc", "qdisc", "del", "dev", netdev, "root")
+        del _shaped[netdev]
+    if words:
+        run("tc", "qdisc", "add", "dev", netdev, "root", "netem", "limit", "20000", *words)
+        _shaped[netdev] = words
 
 
 def set_down(netdev: str) -> None:
