@@ -422,7 +422,7 @@ FIND_IDENTITY_FAULT = machine.find_identity_fault
 def test_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)
     search = settings(
-        max_examples=400,
+        max_examples=3000,
         stateful_step_count=25,
         deadline=None,
         database=None,

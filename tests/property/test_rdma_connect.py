@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ VERBS = (
     "ibv_poll_cq",
     "ibv_post_send",
 )
+POLLED = {"ibv_req_notify_cq", "ibv_poll_cq"}
 ERRNOS = (errno.EINVAL, errno.ENOMEM, errno.ETIMEDOUT, errno.EPERM, errno.ENETUNREACH, errno.EIO)
 CONNECT_S = 0.15
 TRANSFER_S = 0.4
@@ -120,7 +121,7 @@ def test_both_ends_agree_or_one_error_tells_all(
         assert time.monotonic() - before < CONNECT_S + SLACK_S
         if refusal is None:
             check_agreement(pair)
-            check_transfer(pair)
+            check_transfer(pair, may_break={verb for _, verb, *_ in faults} & POLLED)
         else:
             assert refusal.reasons["rdma"]
             check_nothing_is_left(pair)
@@ -138,12 +139,15 @@ def check_agreement(pair: Pair) -> None:
     assert ours.attributes["path_mtu"] == peers[0].attributes["path_mtu"]
 
 
-def check_transfer(pair: Pair) -> None:
-    """A pattern arrives, or the batch fails in time and nothing moves after that."""
+def check_transfer(pair: Pair, *, may_break: Collection[str]) -> None:
+    """A pattern arrives, or the batch fails in time and nothing moves after that.
+
+    may_break: calls that fail and are made without a batch too: a connection may be gone that has just carried one.
+    """
     before = time.monotonic()
     try:
         pair.write(4000)
-        assert pair.connected
+        assert pair.connected or may_break
     except KvxferError:
         assert time.monotonic() - before < TRANSFER_S + SLACK_S
         seen = pair.there.copy()
