@@ -1,12 +1,11 @@
 """From the caller's columns to a Transfer: every row is checked on both sides before anything is sent.
 
-Pure but for the counts it takes: reads the local region table and the segment's, asks the peer once about regions that
+Pure but for the counts it takes: reads the local region table and the peer's, asks the peer once about regions that
 are not known yet, joins adjacent rows. Next: `batch.TransferBatch.start`, then `transports.base.Endpoint`.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import AccessDeniedError, NotRegisteredError, UsageError
-from kvxfer.memory import Region, RegionTable, as_columns, coalesce, distinct, locate
+from kvxfer.memory import Region, RegionSnapshot, RegionTable, as_columns, coalesce, distinct, locate, locate_one
+from kvxfer.memory.access import access_denied
+from kvxfer.peer_connection import PeerConnection
 from kvxfer.remote_table import RemoteTable
-from kvxfer.segment import Segment
 from kvxfer.transports.base import Endpoint, Transfer
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
 
-__all__ = ["Addresses", "access_denied", "block_addresses", "plan"]
+__all__ = ["Addresses", "block_addresses", "plan"]
 
 Addresses = int | Sequence[int] | npt.NDArray[np.integer[Any]]
 """One address, or a column of them."""
@@ -29,7 +29,7 @@ Addresses = int | Sequence[int] | npt.NDArray[np.integer[Any]]
 def plan(
     table: RegionTable,
     opcode: Opcode,
-    segment: Segment,
+    peer: PeerConnection,
     local: Addresses,
     remote: Addresses,
     nbytes: Addresses,
@@ -43,12 +43,12 @@ def plan(
     """
     while True:
         if type(local) is int and type(remote) is int and type(nbytes) is int:
-            remote_table = segment.table
-            planned = _plan_row(table, remote_table, opcode, segment, local, remote, nbytes, notify, deadline)
-            if planned is not None and segment.begin(planned[0], remote_table):
+            remote_table = peer.transfers.table
+            planned = _plan_row(table, remote_table, opcode, peer, local, remote, nbytes, notify, deadline)
+            if planned is not None and peer.transfers.begin(planned[0], remote_table):
                 return planned
-        transfer, endpoint, remote_table = _plan_rows(table, opcode, segment, local, remote, nbytes, notify, deadline)
-        if segment.begin(transfer, remote_table):
+        transfer, endpoint, remote_table = _plan_rows(table, opcode, peer, local, remote, nbytes, notify, deadline)
+        if peer.transfers.begin(transfer, remote_table):
             return transfer, endpoint
 
 
@@ -56,7 +56,7 @@ def _plan_row(
     table: RegionTable,
     remote_table: RemoteTable,
     opcode: Opcode,
-    segment: Segment,
+    peer: PeerConnection,
     local: int,
     remote: int,
     nbytes: int,
@@ -71,15 +71,15 @@ def _plan_row(
     if opcode is Opcode.READ and here.view.read_only:
         return None
     regions = (there,)
-    transfer = Transfer(opcode, regions, (here,), notify, nbytes, segment.end)
+    transfer = Transfer(opcode, regions, (here,), notify, nbytes, peer.transfers.end)
     transfer.single = (local, remote, nbytes)
-    return transfer, segment.endpoint_for(regions, deadline)
+    return transfer, peer.endpoint_for(regions, deadline)
 
 
 def _plan_rows(
     table: RegionTable,
     opcode: Opcode,
-    segment: Segment,
+    peer: PeerConnection,
     local: Addresses,
     remote: Addresses,
     nbytes: Addresses,
@@ -88,62 +88,56 @@ def _plan_rows(
 ) -> tuple[Transfer, Endpoint, RemoteTable]:
     columns = as_columns(local, remote, nbytes)
     snapshot = table.snapshot()
-    here = locate(columns[0], columns[2], snapshot.starts, snapshot.ends, side="local", regions=snapshot.regions)
-    used = snapshot.find_used(here)
+    at, here = _find_regions(columns[0], columns[2], snapshot, "local")
+    used = tuple([snapshot.regions[index] for index in at])
     if opcode is Opcode.READ:
-        for region in used:
+        for index, region in zip(at, used, strict=True):
             if region.view.read_only:
-                row = int(np.flatnonzero(snapshot.starts[here] == region.address)[0])
+                row = 0 if here is None else int(np.flatnonzero(here == index)[0])
                 raise AccessDeniedError(
                     f"row {row}: the local {region} is read-only memory, and a READ writes into it.",
                     remedy="Read into writeable memory.",
                     row=row,
                     rows=(row,),
                 )
-    segment.raise_if_void()
-    remote_table = segment.table
-    there: npt.NDArray[np.intp] | None = None
-    with contextlib.suppress(NotRegisteredError):  # the peer may have registered it meanwhile: ask, then judge
-        there = _locate_there(columns[1], columns[2], remote_table, segment)
-    if there is None:
-        segment.refresh(deadline)
-        remote_table = segment.table
-        there = _locate_there(columns[1], columns[2], remote_table, segment)
-    touched = distinct(there, len(remote_table.regions))
-    regions = tuple(remote_table.regions[index] for index in touched.tolist())
-    for index, region_there in zip(touched.tolist(), regions, strict=True):
+    peer.transfers.raise_if_void()
+    side = f"remote ({peer.address})"
+    remote_table = peer.transfers.table
+    try:
+        at, there = _find_regions(columns[1], columns[2], remote_table, side)
+    except NotRegisteredError:  # the peer may have registered it meanwhile: ask, then judge
+        peer.refresh(deadline)
+        remote_table = peer.transfers.table
+        at, there = _find_regions(columns[1], columns[2], remote_table, side)
+    regions = tuple([remote_table.regions[index] for index in at])
+    for index, region_there in zip(at, regions, strict=True):
         if not region_there.rights.allows(opcode):
-            raise access_denied(opcode, int(np.flatnonzero(there == index)[0]), region_there, segment.address)
+            row = 0 if there is None else int(np.flatnonzero(there == index)[0])
+            raise access_denied(opcode, row, region_there, peer.address)
     *joined, first_row = coalesce(*columns, local_region=here, remote_region=there)
     transfer = Transfer.of_columns(
         opcode,
         regions,
         used,
         notify,
-        segment.end,
+        peer.transfers.end,
         columns=(joined[0], joined[1], joined[2]),
-        region_rows=None if len(regions) == 1 else np.searchsorted(touched, there[first_row]),
+        region_rows=None if there is None or len(regions) == 1 else np.searchsorted(at, there[first_row]),
         first_row=first_row,
         row_count=len(columns[0]),
     )
-    return transfer, segment.endpoint_for(regions, deadline), remote_table
+    return transfer, peer.endpoint_for(regions, deadline), remote_table
 
 
-def _locate_there(
-    addresses: AddressColumn, nbytes: AddressColumn, table: RemoteTable, segment: Segment
-) -> npt.NDArray[np.intp]:
-    side = f"remote ({segment.address})"
-    return locate(addresses, nbytes, table.starts, table.ends, side=side, regions=table.regions)
-
-
-def access_denied(opcode: Opcode, row: int, region: Region | RegionDescriptor, where: str) -> AccessDeniedError:
-    """Return the error for a row whose region does not have the right."""
-    return AccessDeniedError(
-        f"row {row}: {region} of {where} does not allow a {opcode.name}; its rights are {region.rights}.",
-        remedy="Let the owner register it with the right (rights=kvxfer.Rights.ALL), or use another region.",
-        row=row,
-        rows=(row,),
-    )
+def _find_regions(
+    addresses: AddressColumn, nbytes: AddressColumn, table: RegionSnapshot | RemoteTable, side: str
+) -> tuple[Sequence[int], npt.NDArray[np.intp] | None]:
+    """Return which regions of a table the rows lie in, and for each row its region; None: all in the one there is."""
+    one = locate_one(addresses, nbytes, table.starts, table.ends)
+    if one is not None:
+        return (one,), None
+    index = locate(addresses, nbytes, table.starts, table.ends, side=side, regions=table.regions)
+    return distinct(index, len(table.regions)).tolist(), index
 
 
 def block_addresses(

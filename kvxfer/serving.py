@@ -31,14 +31,13 @@ from kvxfer.handshake.frames import ASKING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, locate
+from kvxfer.memory.access import access_denied
 from kvxfer.notifications import Notification, NotificationQueue
-from kvxfer.planning import access_denied
 from kvxfer.session import Pending, Session, split_number
-from kvxfer.transports.base import Transport
+from kvxfer.transport_set import TransportSet
 from kvxfer.transports.loop import Loop
-from kvxfer.transports.shm import ShmTransport
 from kvxfer.transports.tcp import TcpTransport
-from kvxfer.types import AddressColumn, Opcode, Probe
+from kvxfer.types import AddressColumn, Opcode
 
 __all__ = ["PeerService"]
 
@@ -52,18 +51,18 @@ TOLD_TIMEOUT_S = 0.25
 class PeerService:
     """Answers peers. ListenerOwner for the listener, SessionOwner for their sessions, Gate for tcp's serving side."""
 
-    def __init__(self, config: EngineConfig, generation: str, table: RegionTable, loop: Loop) -> None:
+    def __init__(
+        self, config: EngineConfig, generation: str, table: RegionTable, loop: Loop, transports: TransportSet
+    ) -> None:
+        self.config = config
         self.generation = generation
         self.name = ""
         self.address = ""
+        self.loop = loop
+        self.transports = transports
         self.dialect: Dialect | None = None
         """The other protocol that is answered on the engine's port."""
-        self.transports: dict[str, Transport] = {}
-        self.refusals: dict[str, Probe] = {}
-        """Wanted transports that do not work here, and what their probes said."""
-        self._config = config
         self._table = table
-        self._loop = loop
         self._lock = threading.Lock()
         self._closed = False
         self._sessions: dict[str, Session] = {}
@@ -120,8 +119,7 @@ class PeerService:
     def _wait_for_strays(self, deadline: float) -> list[str]:
         """Wait until no process that has lost its session may still copy; return those that may at the deadline: a peer
         that was stopped goes on with its copy when it is continued, until it has found its session gone."""
-        shm = self.transports.get("shm")
-        while isinstance(shm, ShmTransport):
+        while (shm := self.transports.shm) is not None:
             with self._lock:
                 live = {session.generation for session in self._sessions.values()}
             strays = shm.holders(live)
@@ -136,13 +134,13 @@ class PeerService:
             "address": self.address,
             "name": self.name,
             "data_token": session.token,
-            "transports": {name: transport.card() for name, transport in self.transports.items()},
-            "passed_over": {name: probe.reason for name, probe in self.refusals.items()},
+            "transports": self.transports.cards(),
+            "passed_over": {name: probe.reason for name, probe in self.transports.refusals.items()},
         }
 
     def accept_control(self, connection: socket.socket, label: str) -> Session:
         """ListenerOwner."""
-        config = self._config
+        config = self.config
         with self._lock:
             if self._closed:
                 raise PeerRefusedError("the engine is being closed.")
@@ -168,7 +166,7 @@ class PeerService:
                 label,
                 machine,
                 self,
-                self._loop,
+                self.loop,
                 is_initiator=False,
                 config=config,
             )
@@ -178,10 +176,10 @@ class PeerService:
     def accept_data(self, token: str) -> tuple[int, Callable[[socket.socket], None]]:
         """ListenerOwner."""
         session = self._sessions.get(token)
-        tcp = self.transports.get("tcp")
+        tcp = self.transports.tcp
         if session is None or session.established is None:
             raise PeerRefusedError("no session has that token: it has ended.", remedy="Open the segment again.")
-        if not isinstance(tcp, TcpTransport):
+        if tcp is None:
             raise TransportUnavailableError("tcp is not offered here.", remedy="Allow tcp on both sides.")
         if tcp.service.is_full:
             raise PeerRefusedError(
@@ -228,10 +226,9 @@ class PeerService:
         """A peer has gone."""
         with self._lock:
             self._sessions.pop(session.token, None)
-        for transport in self.transports.values():
-            transport.drop(session.token)
-        tcp = self.transports.get("tcp")
-        if isinstance(error, PeerUnreachableError) and isinstance(tcp, TcpTransport):
+        self.transports.drop(session.token)
+        tcp = self.transports.tcp
+        if isinstance(error, PeerUnreachableError) and tcp is not None:
             tcp.service.drop_peer(session.generation)  # dead, not only disconnected: streams outlive their session
         self.notifications.disconnected(session.generation, session.token, error)
         event = "peer.disconnected" if session.established is not None else "peer.refused"

@@ -70,7 +70,7 @@ def rail_checks(engine: TransferEngine, segment: Segment) -> Iterator[Check]:
     for rail in found:
         yield _rail_check(rail)
     yield from _ladder_checks()
-    transport = engine.transport("rdma")
+    transport = engine._transports.find("rdma")
     assert isinstance(transport, RdmaTransport)
     yield from _attribute_checks(transport.nics, offers, engine)
 

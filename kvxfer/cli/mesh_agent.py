@@ -192,7 +192,7 @@ class MeshAgent:
 def _own_ports(engine: TransferEngine) -> dict[str, Any]:
     """Return the ports that an engine uses, and why not the others."""
     try:
-        transport = engine.transport("rdma")
+        transport = engine._transports.find("rdma")
     except KvxferError as error:
         return {"ports": [], "unused": {"rdma": error.message}}
     assert isinstance(transport, RdmaTransport)

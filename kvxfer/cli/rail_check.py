@@ -151,7 +151,7 @@ def check_rails(
     Raises TransportUnavailableError where one of the two has no RDMA, PeerError where the peer does not answer.
     """
     segment = engine.open_segment(address, transports=CONTROL)
-    transport = engine.transport("rdma")
+    transport = engine._transports.find("rdma")
     assert isinstance(transport, RdmaTransport)
     offer = segment.offer_of("rdma")
     if offer is None:

@@ -76,7 +76,7 @@ class MooncakeService:
         data_ports: Iterable[int] = (0,),
         connect: Connect | None = None,
     ) -> None:
-        if engine.service.dialect is not None:
+        if engine._service.dialect is not None:
             raise UsageError(
                 f"the engine at {engine.address} answers Mooncake processes already.",
                 remedy="Close its other MooncakeService first.",
@@ -87,17 +87,17 @@ class MooncakeService:
         self._connect = connect
         # No spinning: an initiator of Mooncake's keeps a core busy while it waits, and on few cores a second one that
         # spins takes the time of the threads that move the bytes (bench/mooncake_wire.py: half of the rate at 16 KiB).
-        self._data = DataService(dataclasses.replace(engine.config, spin_s=0.0), engine.service)
+        self._data = DataService(dataclasses.replace(engine.config, spin_s=0.0), engine._service)
         self._exchanges: set[_Exchange] = set()
         self._connecting = threading.BoundedSemaphore(CONNECTING_MAX)
         self._closed = False
         self._built: tuple[str, tuple[Region, ...], SegmentDescriptor] | None = None
         self._told: tuple[SegmentDescriptor, bytes] | None = None
         self._log = get_logger(__name__)
-        self._acceptor = _bind_one(data_ports, lambda port: Acceptor(engine.config, port, engine.loop, self._adopt))
+        self._acceptor = _bind_one(data_ports, lambda port: Acceptor(engine.config, port, engine._loop, self._adopt))
         self.tcp_data_port = self._acceptor.port
         self._acceptor.start()
-        engine.service.dialect = self
+        engine._service.dialect = self
 
     def descriptor(self, name: str) -> SegmentDescriptor:
         """Return what a Mooncake process must know to reach this one over tcp.
@@ -139,8 +139,8 @@ class MooncakeService:
         if self._closed:
             return
         self._closed = True
-        if self._engine.service.dialect is self:
-            self._engine.service.dialect = None
+        if self._engine._service.dialect is self:
+            self._engine._service.dialect = None
         is_over = threading.Event()
 
         def stop() -> None:
@@ -149,8 +149,8 @@ class MooncakeService:
                 exchange.close()
             is_over.set()
 
-        self._engine.loop.call_soon(stop)
-        if not self._engine.loop.is_current:
+        self._engine._loop.call_soon(stop)
+        if not self._engine._loop.is_current:
             is_over.wait(self._config.close_timeout_s)
         self._data.close(self._config.close_timeout_s)
 
@@ -173,7 +173,7 @@ class MooncakeService:
             self._log.warning("listener.full", peer=label, connections_max=self._config.connections_max)
             connection.close()
             return
-        exchange = _Exchange(connection, label, self, self._engine.loop)
+        exchange = _Exchange(connection, label, self, self._engine._loop)
         self._exchanges.add(exchange)
         exchange.begin(data, time.monotonic() + self._config.handshake_timeout_s)
 
@@ -212,7 +212,7 @@ class MooncakeService:
         if message.kind is MessageKind.METADATA:
             reply(self._own_descriptor())
         elif message.kind is MessageKind.NOTIFY:
-            self._engine.service.notify(label, pack_notify(*unpack_notify(message.body)))
+            self._engine._service.notify(label, pack_notify(*unpack_notify(message.body)))
             reply(encode(MessageKind.NOTIFY, {"name": "", "notify_msg": "success"}))
         elif message.kind is MessageKind.PROBE:
             reply(encode(MessageKind.PROBE, {"status": "success"}))

@@ -268,7 +268,7 @@ def test_engine_initialised_by_several_threads_at_once_is_one_engine() -> None:
         for thread in threads:
             thread.join()
 
-    opened = [one for one in mooncake_running._all if one not in before and not one.engine.service._closed]
+    opened = [one for one in mooncake_running._all if one not in before and not one.engine._service._closed]
     assert codes == [0] * 12
     assert [one.port for one in opened] == [engine.get_rpc_port()]
     opened[0].close()

@@ -135,9 +135,9 @@ def test_batch_that_the_peer_refuses_notifies_nobody() -> None:
     try:
         here, there = link.here(4096), link.there(4096)
         link.segment.refresh()
-        table = link.segment.table
+        table = link.segment._transfers.table
         link.peer.run("engine.unregister(regions[one])", one=there.region_id)
-        link.segment.table = table  # as if the news had not arrived yet
+        link.segment._transfers.table = table  # as if the news had not arrived yet
 
         with pytest.raises(RemoteAccessError):
             link.engine.write(link.segment, [here.address] * 2, [there.address] * 2, 64, notify=b"no")

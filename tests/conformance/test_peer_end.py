@@ -121,7 +121,7 @@ def test_the_end_of_the_peer_ends_the_wait(
 def test_what_the_peer_sent_before_it_died_comes_first(receiver: TransferEngine, kept: Region) -> None:  # B168
     with sender_of(receiver) as peer:
         peer.kill()
-        wait_until(lambda: receiver.service.notifications._ended)
+        wait_until(lambda: receiver._service.notifications._ended)
 
         assert [one.payload for one in receiver.notifications(FOREVER_S, peer=peer.address)] == [b"begun"]
         with pytest.raises(PeerClosedError):
@@ -136,12 +136,12 @@ def test_bytes_still_on_their_way_from_a_dead_peer_come_before_its_end() -> None
         with sender_of(receiver) as peer:
             receiver.notifications(FOREVER_S, peer=peer.address)
             release, holding = threading.Event(), threading.Event()
-            (loop,) = receiver.transport("tcp").service._loops  # type: ignore[attr-defined]
+            (loop,) = receiver._transports.tcp.service._loops  # type: ignore[union-attr]
             loop.call_soon(lambda: (holding.set(), release.wait(30.0)))
             holding.wait(30.0)
             peer.run("batch = engine.submit_write(*engine.row, notify=b'end')\nfor _ in range(100): batch.poll()")
             peer.kill()
-            wait_until(lambda: not receiver.service._sessions)
+            wait_until(lambda: not receiver._service._sessions)
             wait = Wait(receiver, peer.address)
 
             release.set()
@@ -210,9 +210,9 @@ def test_a_peer_is_here_while_one_of_its_connections_is(receiver: TransferEngine
             "engine.again = engine.open_segment(address, transports=[*engine.transports, 'rdma'])",
             address=receiver.address,
         )
-        assert len(receiver.service._sessions) == 2
+        assert len(receiver._service._sessions) == 2
         peer.run("engine.segment.close()")
-        wait_until(lambda: len(receiver.service._sessions) == 1)
+        wait_until(lambda: len(receiver._service._sessions) == 1)
 
         assert receiver.notifications(0.01, peer=peer.address) == []
 

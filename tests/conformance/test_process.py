@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -349,7 +350,7 @@ def test_script_that_never_closes_ends_quietly(link: Link, how: str, status: int
 
     assert (script.returncode, out, err) == (status, "", said)
     assert time.monotonic() - start < EXIT_S
-    wait_until(lambda: link.peer.run("result = not engine.service._sessions or len(engine.service._sessions) == 1"))
+    wait_until(lambda: link.peer.run("result = not engine._service._sessions or len(engine._service._sessions) == 1"))
 
 
 STUCK = """
@@ -505,3 +506,22 @@ def test_plain_thread_stuck_in_wait_does_not_keep_the_process(own_link: Link) ->
 
         assert (script.returncode, out, err) == (0, "", "")
         assert time.monotonic() - start < EXIT_S
+
+
+def test_engine_that_is_lost_is_told_and_still_serves() -> None:
+    with TransferEngine(transports=("tcp",)) as user:
+        lost: TransferEngine | None = TransferEngine(transports=("tcp",))
+        assert lost is not None
+        there = lost.allocate(4096)
+        there.array[:] = pattern(4096, 3)
+        address, remote = lost.address, there.address
+        runtime = lost._runtime
+        del there
+
+        with pytest.warns(ResourceWarning, match=f"unclosed <TransferEngine {re.escape(address)}"):
+            del lost
+
+        here = user.allocate(4096)
+        user.read(user.open_segment(address), here.address, remote, 4096)
+        assert here.array.tobytes() == pattern(4096, 3).tobytes()
+        runtime.close()

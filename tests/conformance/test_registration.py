@@ -66,7 +66,7 @@ def open_up(link: Link, region: Remote) -> None:
     known = [replace(one, rights=Rights.ALL) for one in link.segment.regions]
     if region.address not in [one.address for one in known]:
         known.append(replace(known[0], region_id=10**6, address=region.address, nbytes=region.nbytes))
-    link.segment.table = RemoteTable(known)
+    link.segment._transfers.table = RemoteTable(known)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_rows_past_the_end_are_refused_by_the_owner_too(opcode: str, rows: int) 
         here, there = link.here(8192), link.there(4096)
         here.array[:] = pattern(8192, 5)
         link.segment.refresh()
-        link.segment.table = RemoteTable([replace(link.segment.regions[0], nbytes=8192)])
+        link.segment._transfers.table = RemoteTable([replace(link.segment.regions[0], nbytes=8192)])
         local, remote = [here.address] * rows, [there.address] * (rows - 1) + [there.address + 4000]
 
         with pytest.raises(RemoteAccessError, match=f"row {rows - 1}\\b"):

@@ -80,7 +80,7 @@ def test_threads_that_open_the_same_peer_get_one_segment(own_link: Link) -> None
     run_threads(lambda _: segments.append(link.engine.open_segment(link.peer.address)))
 
     assert len({id(segment) for segment in segments}) == 1
-    assert link.peer.run("result = len(engine.service._sessions) if hasattr(engine, 'service') else 1") == 1
+    assert link.peer.run("result = len(engine._service._sessions) if hasattr(engine, '_service') else 1") == 1
 
 
 def test_threads_that_open_an_absent_peer_get_one_error() -> None:

@@ -112,7 +112,7 @@ def test_1000_connections_of_which_100_are_bad_are_answered_in_5_s() -> None:
         assert [one.error for one in callers if not one.established] == []
         assert elapsed_s < 5.0
         assert all(is_closed_by_peer(one, 20.0) for one in silent + halves)
-        assert len(server.run("result = list(engine.service._sessions)")) == 900
+        assert len(server.run("result = list(engine._service._sessions)")) == 900
         stack.close()
         wait_until(lambda: sessions(server) == 0)
         wait_not_grown(server, before)
@@ -155,7 +155,7 @@ def test_a_peer_is_not_taken_for_dead_because_this_process_was_stopped() -> None
         TransferEngine(transports=("tcp",), keepalive_interval_s=0.1, keepalive_timeout_s=60.0) as engine,
     ):
         segment = engine.open_segment(paused.address)
-        session = segment.session()
+        session = segment._connection.session()
         for _ in range(5):
             with paused.stopped():
                 time.sleep(0.8)
@@ -261,17 +261,17 @@ def test_losing_the_control_connection_fails_no_transfer_over_tcp(side: str) -> 
         while batch._transfer.nbytes_moved == 0:
             batch.poll()
         if side == "ours":
-            session = segment.session()
-            engine.loop.call_soon(lambda: session.reset(PeerClosedError("cut by the test")))
+            session = segment._connection.session()
+            engine._loop.call_soon(lambda: session.reset(PeerClosedError("cut by the test")))
         else:
-            peer.run("for s in list(engine.service._sessions.values()): s.reset(kvxfer.errors.PeerClosedError('cut'))")
-        wait_until(lambda: segment._session is None or segment._session.error is not None)
+            peer.run("for s in list(engine._service._sessions.values()): s.reset(kvxfer.errors.PeerClosedError('cut'))")
+        wait_until(lambda: segment._connection._session is None or segment._connection._session.error is not None)
 
         batch.wait()
 
         assert there.bytes() == here.array.tobytes()
         segment.refresh()  # the next call connects anew
-        assert segment.session().error is None
+        assert segment._connection.session().error is None
 
 
 def engine_streams(segment: Any) -> int:
@@ -692,7 +692,7 @@ def cut():
                 one._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             one.loop.call_soon(one.close)
         if dice.random() < 0.2:
-            for session in list(engine.service._sessions.values()):
+            for session in list(engine._service._sessions.values()):
                 session.reset(kvxfer.errors.PeerClosedError("cut"))
 threading.Thread(target=cut, daemon=True).start()
 """

@@ -106,7 +106,7 @@ class Bench:
         """Wait until the peer has read what was on its way and seen what was reset."""
         if self.medium == "tcp":
             # A stream whose dial outlasted its batch may be idle on both sides: it has carried nothing.
-            endpoint: Any = self.segment._endpoints[0]
+            endpoint: Any = self.segment._transfers.endpoints[0]
             wait_until(lambda: endpoint._count == len(endpoint._idle) == data_connections(self.peer))
         else:
             self.peer.run("time.sleep(0.02)")

@@ -108,11 +108,11 @@ result = whole.ctypes.data
 
         may_have_become_valid: a mutation may have hit upon a valid WRITE into the writable region; the rest stands.
         """
-        session = self.segment.session()
+        session = self.segment._connection.session()
         self.here.array[:] = np.roll(self.here.array, 1)
         self.engine.write(self.segment, self.here.address, self.there.address, NBYTES, timeout_s=5.0)
         assert self.there.bytes() == self.here.array.tobytes()
-        assert self.segment.session() is session
+        assert self.segment._connection.session() is session
         if may_have_become_valid:
             self.server.run("engine.whole[n : 2 * n] = canary", n=NBYTES, canary=CANARY)
         changed = self.server.run("result = np.flatnonzero(engine.whole != canary)[:8].tolist()", canary=CANARY)
@@ -541,7 +541,7 @@ def client() -> Iterator[Peer]:
     with Peer(handshake_timeout_s=1.0, connect_timeout_s=1.0, transports=("shm", "tcp")) as peer:
         yield peer
         assert peer.run("result = 6 * 7") == 42
-        wait_until(lambda: not peer.run("result = list(engine._segments)"))
+        wait_until(lambda: not peer.run("result = len(engine._segments)"))
 
 
 def open_at(client: Peer, fake: FakePeer) -> Any:

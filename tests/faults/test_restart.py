@@ -101,7 +101,7 @@ def test_an_old_segment_says_that_the_peer_has_restarted(home: Home) -> None:
         old.kill()
     with home.start() as new:
         home.there(new)
-        wait_until(lambda: segment._session is not None and segment._session.error is not None)
+        wait_until(lambda: segment._connection._session is not None and segment._connection._session.error is not None)
 
         for _ in range(2):
             with pytest.raises(PeerRestartedError, match="another process"):
@@ -159,7 +159,11 @@ def test_a_segment_heals_after_its_peer_counted_as_dead() -> None:
             segment = engine.open_segment(peer.address)
             engine.write(segment, here.address, there.address, NBYTES)
             with peer.stopped():
-                wait_until(lambda segment=segment: segment._session is not None and segment._session.error is not None)
+                wait_until(
+                    lambda segment=segment: (
+                        segment._connection._session is not None and segment._connection._session.error is not None
+                    )
+                )
             deadline = time.monotonic() + 10.0
             while True:
                 try:

@@ -156,7 +156,7 @@ def test_an_exception_while_another_batch_is_helped_ends_that_batch(
 
 ENDS = {
     "engine closed": "engine.close()",
-    "session ended": "for one in list(engine.service._sessions.values()): one.reset(kvxfer.errors.KvxferError('cut'))",
+    "session ended": "for one in list(engine._service._sessions.values()): one.reset(kvxfer.errors.KvxferError('cut'))",
 }
 
 
@@ -395,7 +395,7 @@ def test_poll_does_not_block_while_the_session_for_a_notification_is_lost() -> N
         engine.read(segment, here.address, FAKE_ADDRESS, 4096)  # a stream: it outlives the session
         batch = engine.submit_read(segment, here.address, FAKE_ADDRESS, 4096, notify=b"read", timeout_s=30.0)
         is_stopped.set()
-        segment.session().reset(PeerClosedError("cut by the test"))
+        segment._connection.session().reset(PeerClosedError("cut by the test"))
         longest_s, polls_in_place, until = 0.0, 0, time.monotonic() + 5.0
         while not batch.is_done and polls_in_place < 50 and time.monotonic() < until:
             started = time.monotonic()
@@ -568,8 +568,8 @@ def test_close_while_the_segment_connects_closes_the_session(
         call: Callable[[], Any] = lambda: engine.open_segment(owner.address)  # noqa: E731
         if use == "reconnect":
             call = call().refresh
-            next(iter(engine._segments.values())).session().reset(PeerClosedError("cut by the test"))
-            wait_until(lambda: not owner.service._sessions)
+            next(iter(engine._segments._open.values()))._connection.session().reset(PeerClosedError("cut by the test"))
+            wait_until(lambda: not owner._service._sessions)
         monkeypatch.setattr(*at, hold)
         caller = Caller(call)
         assert held.wait(JOIN_S)
@@ -581,9 +581,9 @@ def test_close_while_the_segment_connects_closes_the_session(
 
         assert closer.error is None
         assert isinstance(caller.error, ClosedError)
-        session = segments[0]._session
+        session = segments[0]._connection._session
         assert session is None or session.error is not None
-        wait_until(lambda: not owner.service._sessions, 5.0)
+        wait_until(lambda: not owner._service._sessions, 5.0)
         assert not segments[0].is_open
 
 

@@ -59,7 +59,7 @@ class Worker:
         ]
 
     def transports(self) -> list[str]:
-        segments = manager().engine._segments.values()
+        segments = manager().engine._segments._open.values()
         return sorted({segment.transport for segment in segments})
 
     def region_count(self) -> int:

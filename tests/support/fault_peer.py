@@ -118,7 +118,7 @@ def data_connections(peer: Peer) -> int:
 
 def sessions(peer: Peer) -> int:
     """How many control connections the peer serves."""
-    return int(peer.run("result = len(engine.service._sessions)"))
+    return int(peer.run("result = len(engine._service._sessions)"))
 
 
 def host_port(address: str) -> tuple[str, int]:

@@ -58,7 +58,7 @@ def open_pair(hosts: FakeHosts, **options: Any) -> Pair:
 
 
 def nics(engine: Any) -> list[str]:
-    return [nic.name for nic in engine.transport("rdma").nics]
+    return [nic.name for nic in engine._transports.find("rdma").nics]
 
 
 def sender(pair: Pair) -> FakeQueuePair:
@@ -111,7 +111,9 @@ def test_each_device_has_the_row_that_was_named_for_it(hosts: FakeHosts) -> None
 
     engine = hosts.engine("a", gid_index="mlx5_1:3,mlx5_2:1")
 
-    assert {nic.name: nic.choice.index for nic in engine.transport("rdma").nics} == {"mlx5_1:1": 3, "mlx5_2:1": 1}  # type: ignore[attr-defined]
+    rdma = engine._transports.find("rdma")
+    assert isinstance(rdma, RdmaTransport)
+    assert {nic.name: nic.choice.index for nic in rdma.nics} == {"mlx5_1:1": 3, "mlx5_2:1": 1}
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_the_device_refuses_a_write_to_read_only_memory(hosts: FakeHosts) -> Non
 def _believe_all_is_allowed(segment: Segment) -> None:
     from dataclasses import replace
 
-    segment.table = RemoteTable([replace(one, rights=Rights.ALL) for one in segment.regions])
+    segment._transfers.table = RemoteTable([replace(one, rights=Rights.ALL) for one in segment.regions])
 
 
 def test_unregistered_memory_here_is_refused_before_anything_is_posted(hosts: FakeHosts) -> None:

@@ -28,7 +28,7 @@ def rdma_nics(engine: TransferEngine) -> tuple[Nic, ...]:
     """Return the RDMA ports that the engine uses; none where it has no RDMA."""
     if "rdma" not in engine.transports:
         return ()
-    transport = engine.transport("rdma")
+    transport = engine._transports.find("rdma")
     assert isinstance(transport, RdmaTransport)
     return transport.nics
 

@@ -108,7 +108,7 @@ def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
     settings = {name: value for name, value in settings.items() if f"KVXFER_{name.upper()}" not in environment}
     engine = _listen(settings, wish, environment)
     if "transports" in settings:
-        engine.quiet_about = frozenset({"shm"})  # nobody asked for it, and peers on other hosts have none
+        engine._transports.quiet_about = frozenset({"shm"})  # nobody asked for it, and peers on other hosts have none
     wanted = engine.config.transports
     if wants_rdma and "rdma" in wanted and "rdma" not in engine.transports:
         probe = next(one for one in engine.probe() if one.transport == "rdma")

@@ -189,13 +189,13 @@ class OwnTarget(Target):
 
     def transfer(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> None:
         local, remote, nbytes = rows.columns()
-        let_go = self._engine.service.admit(opcode, remote, nbytes)
+        let_go = self._engine._service.admit(opcode, remote, nbytes)
         try:
             copy_rows(*((remote, local) if opcode is Opcode.WRITE else (local, remote)), nbytes)
         finally:
             let_go()
         if notify is not None:
-            self._engine.service.notify(self._engine.address, pack_notify(*notify))
+            self._engine._service.notify(self._engine.address, pack_notify(*notify))
 
     def submit(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> DoneTicket:
         self.transfer(opcode, rows, notify, timeout_s)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvxfer import EngineConfig, KvxferError
-from kvxfer.transports.rdma_nic import close_nics, open_nics
+from kvxfer.transports.rdma_nic import open_nics
 
 __all__ = ["NO_TOPOLOGY", "build_matrix", "local_topology", "numa_nodes"]
 
@@ -46,7 +46,7 @@ def _find_devices(config: EngineConfig) -> dict[str, int | None]:
     except KvxferError:
         return {}
     found = {nic.context.name: nic.numa_node for nic in survey.nics}
-    close_nics(survey.nics)
+    survey.close()
     return found
 
 

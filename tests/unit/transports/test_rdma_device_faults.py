@@ -42,7 +42,7 @@ def test_engine_is_closed_whole_although_a_region_is_not_deregistered_at_once(ho
 def test_host_that_does_not_tell_its_interfaces_keeps_its_ports(hosts: FakeHosts) -> None:
     """Out of descriptors for a moment: the reader of the device's events must survive it, and the probe say so."""
     a = hosts.engine("a")
-    transport = a.transport("rdma")
+    transport = a._transports.find("rdma")
     assert isinstance(transport, RdmaTransport)
     (nic,) = transport.nics
 

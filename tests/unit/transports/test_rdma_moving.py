@@ -69,7 +69,7 @@ def sender(pair: Pair) -> FakeQueuePair:
 
 
 def endpoint(pair: Pair) -> Any:
-    return pair.segment._endpoints[0]
+    return pair.segment._transfers.endpoints[0]
 
 
 def submit(pair: Pair, offset: int = 0, nbytes: int = 4096, *, count: int = 1, **options: Any) -> TransferBatch:

@@ -54,12 +54,12 @@ def open_pair(hosts: FakeHosts, count: int = 2) -> Pair:
 
 
 def set_rate(pair: Pair, rate: float) -> None:
-    for rail in pair.segment._endpoints[0]._rails:  # type: ignore[attr-defined]
+    for rail in pair.segment._transfers.endpoints[0]._rails:  # type: ignore[attr-defined]
         rail.rate = rate
 
 
 def sent(pair: Pair) -> dict[str, int]:
-    transport = pair.a.transport("rdma")
+    transport = pair.a._transports.find("rdma")
     assert isinstance(transport, RdmaTransport)
     return {nic.context.name: nic.nbytes_sent for nic in transport.nics}
 

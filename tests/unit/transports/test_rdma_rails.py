@@ -56,7 +56,7 @@ def open_pair(hosts: FakeHosts, count: int = 2, *, nbytes: int = LARGE_NBYTES, *
 
 
 def nics(pair: Pair) -> tuple[Nic, ...]:
-    transport = pair.a.transport("rdma")
+    transport = pair.a._transports.find("rdma")
     assert isinstance(transport, RdmaTransport)
     return transport.nics
 
@@ -233,7 +233,7 @@ def test_small_batches_need_one_rail_and_take_turns_where_there_are_more(hosts: 
 def test_a_faster_rail_gets_more(hosts: FakeHosts) -> None:
     pair = open_pair(hosts)
     pair.write(65536)
-    fast, slow = pair.segment._endpoints[0]._rails[:2]  # type: ignore[attr-defined]
+    fast, slow = pair.segment._transfers.endpoints[0]._rails[:2]  # type: ignore[attr-defined]
     fast.rate, slow.rate = 3e9, 1e9
     before = sent(pair)
 
@@ -355,7 +355,7 @@ def test_a_port_that_returns_and_cannot_connect_rests(hosts: FakeHosts, monkeypa
     hosts.fabric.set_path("a/mlx_0", "b/mlx_0", rtr_errno=errno.EHOSTUNREACH)
     pair.libraries[0].set_port("mlx_0", 1, PortState.ACTIVE)
     until(lambda: not nics(pair)[0].is_down)
-    rail = pair.segment._endpoints[0]._rails[0]  # type: ignore[attr-defined]
+    rail = pair.segment._transfers.endpoints[0]._rails[0]  # type: ignore[attr-defined]
     rail.paused_until = 0.0
     tried = pair.libraries[1].calls["ibv_create_qp"]
     until(lambda: bool(pair.write(65536) or pair.libraries[1].calls["ibv_create_qp"] > tried))
