@@ -299,8 +299,8 @@ def _limits_check(device: DeviceSurvey, one: PortSurvey) -> Check:
     return Check(
         f"{one.name} limits",
         "ok",
-        f"regions of {region}, messages of at most {format_size(one.port.max_msg_sz)}, {limits.max_qp:,} queue pairs "
-        f"of {limits.max_qp_wr:,} requests and {limits.max_sge} pieces, {depth.initiator} READs asked and "
+        f"regions of {region}, messages of at most {format_size(one.port.message_nbytes_max)}, {limits.max_qp:,} queue "
+        f"pairs of {limits.max_qp_wr:,} requests and {limits.max_sge} pieces, {depth.initiator} READs asked and "
         f"{depth.responder} answered at once, {limits.max_cqe:,} completions in a queue",
     )
 

@@ -240,7 +240,7 @@ def _draw_limits(ports: Sequence[tuple[DeviceSurvey, PortSurvey]], style: Style)
             [
                 one.name,
                 "any size" if is_any else format_size(limits.max_mr_size),
-                format_size(one.port.max_msg_sz),
+                format_size(one.port.message_nbytes_max),
                 *(f"{count:,}" for count in counts),
             ]
         )

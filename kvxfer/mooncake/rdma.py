@@ -535,7 +535,7 @@ def _offer_of(device: DeviceDescriptor, nic: Nic) -> PortOffer:
         needs_grh=own.link_layer is LinkLayer.ETHERNET,
         mtu=own.mtu,
         read_depth=ReadDepth(READ_DEPTH, READ_DEPTH),
-        message_nbytes_max=nic.port.max_msg_sz,
+        message_nbytes_max=nic.port.message_nbytes_max,
         pkey=own.pkey,
         gids=() if gid is None else (GidCandidate(gid, kind),),
     )

@@ -176,18 +176,34 @@ class RdmaTransport(Transport):
 
 
 def read_card(card: Mapping[str, Any], peer: str) -> list[tuple[str, Any]]:
-    """Return (kind, offer) for each port that a peer offers. Raises RemoteProtocolError."""
-    from kvxfer.verbs.peer_json import take_list, take_object
-    from kvxfer.verbs.port_offer import PortOffer
+    """Return (kind, offer) for each port that a peer offers; one that makes no sense is left out, with a warning.
+
+    Raises RemoteProtocolError where none of them makes sense.
+    """
+    from kvxfer.verbs.peer_json import take_list
 
     found = []
-    for row in take_list(card, "ports", PORTS_MAX):
-        port = take_object(row, "ports")
-        kind = port.get("kind")
-        if not isinstance(kind, str) or len(kind) > 128:
-            raise RemoteProtocolError(f"{peer} offers an RDMA port of no kind.", field="kind")
-        found.append((kind, PortOffer.from_json(take_object(port.get("offer"), "offer"))))
+    problem: RemoteProtocolError | None = None
+    for number, row in enumerate(take_list(card, "ports", PORTS_MAX), 1):
+        try:
+            found.append(_read_port(row, peer))
+        except RemoteProtocolError as error:
+            log.warning("rdma.port_doubtful", port=f"{peer}, port {number} of its list", warning=error.message)
+            problem = problem or error
+    if problem is not None and not found:
+        raise problem
     return found
+
+
+def _read_port(row: Any, peer: str) -> tuple[str, Any]:
+    from kvxfer.verbs.peer_json import take_object
+    from kvxfer.verbs.port_offer import PortOffer
+
+    port = take_object(row, "ports")
+    kind = port.get("kind")
+    if not isinstance(kind, str) or len(kind) > 128:
+        raise RemoteProtocolError(f"{peer} offers an RDMA port of no kind.", field="kind")
+    return kind, PortOffer.from_json(take_object(port.get("offer"), "offer"))
 
 
 def _keep_wanted(offers: list[tuple[str, Any]], config: EngineConfig, peer: str) -> list[tuple[str, Any]]:

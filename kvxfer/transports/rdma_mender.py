@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.errors import KvxferError, TransportUnavailableError
+from kvxfer.errors import KvxferError, PeerRefusedError, TransportUnavailableError
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
@@ -71,8 +71,20 @@ class Mender:
         """Make the first connection, in the caller's thread; takes the lock by itself.
 
         Where the network did not answer, the rails are tried again until `deadline`: at start-up that is a matter of
-        seconds. Spare rails have one try. Raises TransportUnavailableError with all tries.
+        seconds. Spare rails have one try. Raises TransportUnavailableError with all tries, or with the word of a
+        peer that refused what it was asked.
         """
+        try:
+            self._establish(deadline)
+        except PeerRefusedError as error:  # what it refuses of rdma it need not refuse of another transport
+            raise TransportUnavailableError(
+                f"no RDMA connection to {self._link.label}: {error.message}",
+                remedy=error.remedy,
+                peer=self._link.label,
+                reasons={"rdma": error.message},
+            ) from error
+
+    def _establish(self, deadline: float) -> None:
         with self._changed:
             if self._closed is not None:
                 raise self._closed

@@ -82,7 +82,7 @@ class Rail:
     @property
     def message_nbytes_max(self) -> int:
         """The longest message that both ports take."""
-        return min(self.nic.port.max_msg_sz, self.remote.message_nbytes_max)
+        return min(self.nic.port.message_nbytes_max, self.remote.message_nbytes_max)
 
     @property
     def nbytes_waiting(self) -> int:

@@ -36,6 +36,9 @@ __all__ = ["AsyncEvent", "Context", "Device", "DeviceLimits", "Port", "list_devi
 
 GRH_REQUIRED = 1
 """ibv_port_attr.flags: IBV_QPF_GRH_REQUIRED."""
+MESSAGE_NBYTES_ASSUMED = 1 << 30
+"""For a port that does not tell its longest message (max_msg_sz 0, as Microsoft's mana driver): half of what the
+specification asks for, and what most devices take."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,11 @@ class Port:
     def needs_grh(self) -> bool:
         """Whether packets need a global route header: on Ethernet always, on InfiniBand where the port says so."""
         return self.link_layer is LinkLayer.ETHERNET or bool(self.flags & GRH_REQUIRED)
+
+    @property
+    def message_nbytes_max(self) -> int:
+        """The longest message: max_msg_sz, and 1 GiB where the driver leaves that at 0."""
+        return self.max_msg_sz or MESSAGE_NBYTES_ASSUMED
 
     @property
     def gbps(self) -> float:

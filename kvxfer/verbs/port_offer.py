@@ -93,7 +93,7 @@ class PortOffer:
             needs_grh=port.needs_grh,
             mtu=agree_mtu(port.active_mtu, nbytes_max=mtu_nbytes_max),
             read_depth=read_depth,
-            message_nbytes_max=port.max_msg_sz,
+            message_nbytes_max=port.message_nbytes_max,
             pkey=pkey,
             gids=gids,
             numa_node=numa_node,

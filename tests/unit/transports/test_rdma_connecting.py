@@ -492,6 +492,71 @@ def test_a_connection_that_fails_falls_back_to_tcp_with_its_reason(hosts: FakeHo
     pair.write()
 
 
+def test_a_driver_that_does_not_tell_its_longest_message_is_used(hosts: FakeHosts) -> None:
+    """mana leaves max_msg_sz at 0; here the device takes 1 GiB all the same."""
+    nics = [connectx(address=A), connectx(address=B)]
+    for nic in nics:
+        nic.ports[0].max_msg_sz = 0
+    pair = hosts.pair(*nics)
+
+    pair.open()
+
+    for nic in nics:  # the fake takes this value as its limit
+        nic.ports[0].max_msg_sz = 1 << 30
+    check_connected(pair)
+
+
+def test_a_port_of_the_peer_that_makes_no_sense_is_left_out_with_a_warning(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+    card = RdmaTransport.card
+
+    def with_another(self: RdmaTransport) -> dict[str, Any]:
+        good = card(self)["ports"]
+        return {"ports": [{**good[0], "offer": {**good[0]["offer"], "message_max": 0}}, *good]}
+
+    monkeypatch.setattr(RdmaTransport, "card", with_another)
+
+    with capture_logs() as events:
+        pair.open()
+
+    assert any("message_max" in event.get("warning", "") for event in events)
+    check_connected(pair)
+
+
+def test_a_peer_that_refuses_the_request_for_a_connection_is_reached_by_tcp_visibly(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of another version, say: to refuse a request ends the session, and yet not the open."""
+    pair = hosts.pair(connectx(address=A), connectx(address=B), transports=("rdma", "tcp"))
+    from kvxfer.transports.rdma_wire import ConnectRequest
+
+    make = ConnectRequest.to_json
+    monkeypatch.setattr(ConnectRequest, "to_json", lambda self: {**make(self), "qp_num": -1})
+
+    with capture_logs() as events:
+        pair.open()
+
+    assert pair.segment.transport == "tcp"
+    assert "qp_num" in pair.segment.passed_over["rdma"]
+    assert [event["log_level"] for event in events if event["event"] == "segment.opened"] == ["warning"]
+    pair.write()
+
+
+def test_a_peer_that_refuses_the_request_for_a_connection_is_told_where_there_is_no_other_way(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+    from kvxfer.transports.rdma_wire import ConnectRequest
+
+    make = ConnectRequest.to_json
+    monkeypatch.setattr(ConnectRequest, "to_json", lambda self: {**make(self), "qp_num": -1})
+
+    with pytest.raises(TransportUnavailableError, match="qp_num"):
+        pair.open()
+
+
 def test_roce_v1_and_v2_do_not_meet(hosts: FakeHosts) -> None:
     """B05: refused before anything is made."""
     old = connectx(address=B, ports=[FakePort({0: gid(B, GidType.ROCE_V1, "eth0")})])
