@@ -1,9 +1,9 @@
 """Every setting of an engine: its unit, its default, its environment variable and where the default comes from.
 
 Order of precedence: an argument of `TransferEngine`, then the environment, then the default. Some settings are also
-taken from a variable of Mooncake that means the same, after kvxfer's own. A value that cannot be
-meant raises ConfigError when the configuration is made, and names the setting, the value, the range and where the
-value came from. `settings()` is the one table of settings: docs/settings.md is made from it.
+taken from a variable of Mooncake that means the same, after kvxfer's own. A value that cannot be meant raises
+ConfigError when the configuration is made, and names the setting, the value, the range and where the value came from.
+`settings()` is the one table of settings: docs/settings.md is made from it. Read next: `setting.py`, one row of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import ipaddress
 import math
-import numbers
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,11 +21,11 @@ from typing import Any
 from kvxfer.errors import ConfigError
 from kvxfer.log import get_logger
 from kvxfer.rdma_names import DevicePort, GidIndex, parse_devices, parse_gid_index
+from kvxfer.setting import PREFIX, Setting
 
-__all__ = ["EngineConfig", "Setting"]
+__all__ = ["EngineConfig"]
 
 TRANSPORT_NAMES = ("shm", "rdma", "tcp")
-PREFIX = "KVXFER_"
 KEY_NBYTES_MIN = 8  # what a person would not guess at one attempt per connection
 OTHER_VARIABLES = frozenset(
     {
@@ -41,68 +39,12 @@ OTHER_VARIABLES = frozenset(
 )
 """Variables that are not settings of an engine: of the drop-in, the loader, the command line, and the project's own
 tests (tests/lab, .ci)."""
-BARE_UNITS = ("exponent", "index", "number", "port")  # what the setting is, not what it is counted in
 
 _reported: set[str] = set()  # unknown variables that have been warned of: once in a process, not once an engine
 
 
 def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One row of the table of settings."""
-
-    name: str
-    unit: str
-    default: Any
-    meaning: str
-    source: str
-    """Where the default comes from."""
-    low: float = -math.inf
-    high: float = math.inf
-    parse: Callable[[str], Any] = str
-    synonyms: tuple[str, ...] = ()
-    """Variables of other engines that mean the same."""
-    convert: Callable[[Any], Any] | None = None
-    """Makes the value of what was given; raises ValueError with what is wrong with it."""
-    choices: tuple[int, ...] = ()
-
-    @property
-    def variable(self) -> str:
-        """Its environment variable."""
-        return PREFIX + self.name.upper()
-
-    def find_variable(self, environment: Mapping[str, str]) -> str | None:
-        """Return the variable that sets it here: its own before those of other engines."""
-        return next((name for name in (self.variable, *self.synonyms) if name in environment), None)
-
-    @property
-    def allowed(self) -> str:
-        """The range in words."""
-        if self.choices:
-            return f"{', '.join(map(str, self.choices))} {self.unit}"
-        if self.low == -math.inf:
-            return self.unit
-        high = _amount(self.high)
-        if self.unit == "bytes":
-            high = _size(self.high)
-            return f"0 to {high}" if not self.low else f"{_size(self.low)} to {high}"
-        unit = "" if self.unit in BARE_UNITS else f" {self.unit}"
-        return f"{_amount(self.low)} to {high}{unit}"
-
-
-def _amount(value: float) -> str:
-    """Return a bound in whole digits: 1048576, 0.01."""
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _size(nbytes: float) -> str:
-    """Return a bound in the largest unit that keeps it whole: 4 EiB, 256 bytes."""
-    power = next(power for power in range(6, -1, -1) if not nbytes % (1 << 10 * power))
-    unit = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")[power]
-    return f"{int(nbytes) >> 10 * power} {unit}"
 
 
 def _setting(
@@ -337,7 +279,7 @@ class EngineConfig:
             object.__setattr__(self, "key", os.fsencode(self.key))
         object.__setattr__(self, "transports", self.check_transports(self.transports))
         for row in self.settings():
-            object.__setattr__(self, row.name, _check(row, getattr(self, row.name)))
+            object.__setattr__(self, row.name, row.check(getattr(self, row.name)))
         if self.key is not None and len(self.key) < KEY_NBYTES_MIN:
             raise ConfigError(
                 f"key has {len(self.key)} bytes; it takes at least {KEY_NBYTES_MIN}.",
@@ -381,7 +323,7 @@ class EngineConfig:
         for row in rows.values():
             variable = row.find_variable(environment)
             if row.name not in arguments and variable is not None:
-                values[row.name] = _parse(row, variable, environment[variable])
+                values[row.name] = row.read_variable(variable, environment[variable])
                 variables[row.name] = variable
         try:
             config = cls(**values)
@@ -435,56 +377,6 @@ def _rows() -> tuple[Setting, ...]:
         default = row.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         rows.append(dataclasses.replace(row, name=field.name, default=default))
     return tuple(rows)
-
-
-def _check(row: Setting, value: Any) -> Any:
-    """Return the value in the type of its setting: numpy's numbers become Python's."""
-    if value is None and row.default is None:
-        return None
-    problem = ""
-    if row.convert is not None:
-        try:
-            return row.convert(value)
-        except (ValueError, TypeError) as exc:
-            fits, problem = False, f": {exc}"
-    elif row.parse is int and hasattr(value, "__index__") and not isinstance(value, bool):
-        value = operator.index(value)
-        fits = row.low <= value <= row.high and (not row.choices or value in row.choices)
-    elif row.parse is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        value = float(value)
-        fits = math.isfinite(value) and row.low <= value <= row.high
-    elif row.name == "key":
-        fits = isinstance(value, bytes)
-    elif row.name == "transports":
-        fits = isinstance(value, tuple)  # check_transports has looked at the names
-    else:
-        fits = row.parse is str and isinstance(value, str) and value.strip() != "" and "\0" not in value
-    if not fits:
-        shown = f"a {type(value).__name__}" if row.name == "key" else repr(value)
-        raise ConfigError(
-            f"{row.name} is {shown}{problem}; it takes {row.allowed}.",
-            remedy=f"{row.meaning[:1].upper()}{row.meaning[1:]}; the default is {row.default!r}.",
-            setting=row.name,
-            value=None if row.name == "key" else value,
-            problem=problem,
-        )
-    return value
-
-
-def _parse(row: Setting, variable: str, text: str) -> Any:
-    """Return the value of an environment variable; raises ConfigError that names it."""
-    try:
-        return _check(row, row.parse(text))
-    except (ValueError, ConfigError) as exc:
-        shown = "..." if row.name == "key" else repr(text)
-        problem = exc.values.get("problem", "") if isinstance(exc, ConfigError) else ""
-        raise ConfigError(
-            f"the environment variable {variable} is {shown}{problem}; {row.name} takes {row.allowed}.",
-            remedy=f"Set it to such a value, or unset it for the default {row.default!r}.",
-            setting=row.name,
-            value=None if row.name == "key" else text,
-            variable=variable,
-        ) from None
 
 
 def _with_sources(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import HostPort
+from kvxfer.answers import Pending, split_number
 from kvxfer.config import TRANSPORT_NAMES
 from kvxfer.control import connect, dial_data
 from kvxfer.errors import (
@@ -29,7 +30,7 @@ from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.peer_transfers import PeerTransfers
 from kvxfer.serving import PeerService
-from kvxfer.session import Pending, Session, split_number
+from kvxfer.session import Session
 from kvxfer.text import clean, join_reasons
 from kvxfer.transports.base import Endpoint, PeerLink
 from kvxfer.types import RegionDescriptor

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.answers import Pending, split_number
 from kvxfer.config import EngineConfig
 from kvxfer.control import Dialect
 from kvxfer.errors import (
@@ -33,7 +34,7 @@ from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, locate
 from kvxfer.memory.access import access_denied
 from kvxfer.notifications import Notification, NotificationQueue
-from kvxfer.session import Pending, Session, split_number
+from kvxfer.session import Session
 from kvxfer.transport_set import TransportSet
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.tcp import TcpTransport

@@ -19,15 +19,14 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from kvxfer.answers import ANSWERS, Pending, join_number, split_number
 from kvxfer.config import EngineConfig
 from kvxfer.errors import (
     ClosedError,
     KvxferError,
     PeerClosedError,
     PeerUnreachableError,
-    RemoteProtocolError,
     TransferError,
-    TransferTimeoutError,
 )
 from kvxfer.handshake.events import (
     CardWanted,
@@ -42,19 +41,15 @@ from kvxfer.handshake.frames import Frame, FrameKind
 from kvxfer.handshake.keepalive import Keepalive
 from kvxfer.handshake.machine import Handshake
 from kvxfer.log import get_logger
-from kvxfer.text import clean, format_seconds
+from kvxfer.text import clean
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 
 __all__ = ["Session", "SessionOwner"]
 
-ANSWERS = frozenset(
-    {FrameKind.REGIONS, FrameKind.NOTIFY_ACK, FrameKind.ABORTED, FrameKind.REVOKED, FrameKind.CONNECTED}
-)
 RECEIVE_NBYTES = 1 << 16
 OUTGOING_NBYTES_MAX = 128 << 20
 """A peer that lets this much pile up unread is dropped; the largest frame, a region table, is 64 MiB."""
 RESET_TIMEOUT_S = 1.0
-_NUMBER = struct.Struct("<Q")
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -233,10 +228,7 @@ class Session:
             if self.error is not None:
                 raise self.error
             self._pending[answer, number] = pending
-        data = (
-            _NUMBER.pack(number) + body if isinstance(body, bytes) else json.dumps({**body, "number": number}).encode()
-        )
-        self.send(kind, data)
+        self.send(kind, join_number(number, body))
         return pending
 
     def forget(self, key: tuple[FrameKind, int]) -> None:
@@ -409,72 +401,3 @@ class Session:
                     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._socket.close()
             self._fd = -1
-
-
-class Pending:
-    """An answer that is on its way."""
-
-    def __init__(self, session: Session, key: tuple[FrameKind, int]) -> None:
-        self._session = session
-        self._key = key
-        self._event = threading.Event()
-        self._error: KvxferError | None = None
-        self._body: Any = None
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the answer, or an error, is there."""
-        return self._event.is_set()
-
-    def resolve(self, body: Any) -> None:
-        """The answer has come."""
-        self._body = body
-        self._event.set()
-
-    def fail(self, error: KvxferError) -> None:
-        """No answer will come."""
-        self._error = error
-        self._event.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the answer is there within the time; raises the error that keeps it from coming."""
-        if not self._event.wait(max(0.0, timeout_s)):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def result(self, timeout_s: float, what: str) -> Any:
-        """Return the answer's body; raises PeerUnreachableError when it does not come in time."""
-        if not self.wait(timeout_s):
-            self._session.forget(self._key)
-            raise PeerUnreachableError(
-                f"{self._session.label} did not answer {what} within {format_seconds(timeout_s)} s.",
-                remedy="The process may be stopped or overloaded; look at it, then try again.",
-                peer=self._session.label,
-            )
-        return self._body
-
-    def abandon(self) -> None:
-        """The answer does not matter any more, and the question must not take effect if it is still unread."""
-        if not self._event.is_set():
-            self._session.forget(self._key)
-            self._session.reset(
-                TransferTimeoutError(f"a notification to {self._session.label} was given up.", peer=self._session.label)
-            )
-
-
-def split_number(frame: Frame) -> tuple[int, Any]:
-    """Return the number of a question or answer and the rest of its body: bytes for notifications, else a dict."""
-    if frame.kind in (FrameKind.NOTIFY, FrameKind.NOTIFY_ACK):
-        if len(frame.body) < _NUMBER.size:
-            raise RemoteProtocolError(f"a {frame.kind.name} frame of {len(frame.body)} bytes is too short.")
-        return _NUMBER.unpack_from(frame.body)[0], bytes(frame.body[_NUMBER.size :])
-    try:
-        body = json.loads(bytes(frame.body))
-        number = body["number"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        number, body = None, None
-    if not isinstance(number, int) or not isinstance(body, dict):
-        raise RemoteProtocolError(f"a {frame.kind.name} frame holds {bytes(frame.body[:80])!r}: no numbered object.")
-    return number, body

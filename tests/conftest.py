@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvxfer import log
-from kvxfer.config import OTHER_VARIABLES, PREFIX
+from kvxfer.config import OTHER_VARIABLES
+from kvxfer.setting import PREFIX
 
 # deadline=None: the machines that run these are shared. print_blob: a failure prints what reproduces it.
 _COMMON: dict[str, Any] = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}

@@ -19,9 +19,10 @@ from kvxfer import __version__
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.environment import known_variables
 from kvxfer.cli.table import format_size
-from kvxfer.config import PREFIX, EngineConfig
+from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError
 from kvxfer.memory.shared import SharedMemory, available_nbytes
+from kvxfer.setting import PREFIX
 from kvxfer.transports.shm import ptrace_remedy, ptrace_scope
 
 __all__ = ["SYSTEM_CHECKS"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvxfer.config import OTHER_VARIABLES, EngineConfig, Setting
+from kvxfer.config import OTHER_VARIABLES, EngineConfig
+from kvxfer.setting import Setting
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvxfer import config as config_module
-from kvxfer.config import EngineConfig, Setting
+from kvxfer.config import EngineConfig
 from kvxfer.errors import ConfigError
+from kvxfer.setting import Setting
 
 ROWS = EngineConfig.settings()
 NUMBERS = [row for row in ROWS if row.parse in (int, float)]
