@@ -45,7 +45,7 @@ class TransferBatch:
         self._deadline = transfer.deadline = deadline
         self._limit_s = deadline - started
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Hand the transfer to its endpoint; called once, by the engine."""
         transfer = self._transfer
         with transfer.lock:

@@ -328,7 +328,7 @@ class TransferEngine:
         transfer, endpoint = plan(self._table, opcode, segment._connection, local, remote, nbytes, notify, deadline)
         try:
             batch = TransferBatch(segment, endpoint, transfer, started, deadline)
-            batch.start()
+            batch._start()
         except BaseException as exc:  # Ctrl-C before anybody has the batch
             if not transfer.finished:
                 with transfer.lock:

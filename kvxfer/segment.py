@@ -7,7 +7,6 @@ was the old process's. Read next: `peer_connection.py`, the way there; `peer_tra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,9 +86,13 @@ class Segment:
             )
         return found
 
-    def refresh(self, deadline: float = math.inf) -> None:
-        """Ask the peer for its regions. deadline: monotonic seconds; handshake_timeout_s from now at most."""
-        self._connection.refresh(deadline)
+    def refresh(self) -> None:
+        """Ask the peer for its regions, connecting anew where the control connection is lost.
+
+        Raises PeerUnreachableError where it does not answer within handshake_timeout_s, PeerRestartedError where
+        another process does.
+        """
+        self._connection.refresh()
 
     def describe(self) -> dict[str, Any]:
         """Return facts for a person: the transport, how it reaches the peer, why others were passed over."""

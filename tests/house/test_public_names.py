@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 import types
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +58,30 @@ def test_public_methods_are_explained() -> None:
         for method, value in vars(getattr(kvxfer, name)).items():
             if not method.startswith("_") and (callable(value) or isinstance(value, (property, classmethod))):
                 assert inspect.getdoc(value), f"{name}.{method}"
+
+
+def section_of_api_page(title: str) -> set[str]:
+    """Return the names in the first column under a heading of docs/api.md, and those told in its sentences."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    first = " ".join(line.partition(" | ")[0] if line.startswith("|") else line for line in section.splitlines())
+    return set(re.findall(r"`(?:await )?(\w+)[^`]*`", first))
+
+
+@pytest.mark.parametrize(
+    ("title", "classes"),
+    [
+        ("TransferEngine", [kvxfer.TransferEngine]),
+        ("Segment", [kvxfer.Segment]),
+        ("TransferBatch", [kvxfer.TransferBatch]),
+        ("Region and RegionDescriptor", [kvxfer.Region, kvxfer.RegionDescriptor]),
+    ],
+)
+def test_api_page_has_every_public_name_and_no_other(title: str, classes: list[type]) -> None:
+    fields = {name for one in classes if dataclasses.is_dataclass(one) for name in one.__dataclass_fields__}
+    public = {name for one in classes for name in dir(one) if not name.startswith("_")} | fields
+
+    assert section_of_api_page(title) - {one.__name__ for one in classes} - {"with", "batch"} == public
 
 
 def test_every_error_is_exported_and_drawn() -> None:

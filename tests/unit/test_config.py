@@ -69,7 +69,9 @@ def test_out_of_range_names_setting_value_range_and_source(row: Setting) -> None
 
 
 @pytest.mark.parametrize("row", NUMBERS, ids=lambda row: row.name)
-@pytest.mark.parametrize("value", ["x", "", "nan", "inf", "1,5", None, True, [1], "0x10"])
+@pytest.mark.parametrize(
+    "value", ["x", "", "nan", "inf", "1,5", None, True, [1], "0x10", 1j, np.True_, np.array([1, 2]), 10**400]
+)
 def test_what_is_no_number_is_refused(row: Setting, value: Any) -> None:
     if value is None and row.default is None:
         assert getattr(resolve(**{row.name: None}), row.name) is None  # as if it were not given
