@@ -191,11 +191,11 @@ class EngineConfig:
     gid_subnet: ipaddress.IPv4Network | ipaddress.IPv6Network | None = _setting(
         "subnet, such as 192.0.2.0/24", None, "subnet whose GIDs are preferred", "any", convert=ipaddress.ip_network
     )
-    pkey_index: int = _setting(
+    pkey_index: int | None = _setting(
         "index",
-        0,
-        "row of the partition key table to use",
-        "the default partition, in row 0 of every table",
+        None,
+        "row of the partition key table to use on InfiniBand",
+        "the first row of a full member, as UCX has it",
         low=0,
         high=65535,
         parse=int,

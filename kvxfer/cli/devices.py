@@ -130,7 +130,8 @@ def _use(one: PortSurvey) -> tuple[str, Colour]:
     if one.problem:
         return one.problem, "red" if one.is_wanted else "dim"
     if one.choice is None or one.port.link_layer is LinkLayer.INFINIBAND:
-        return f"LID {one.port.lid}", "green"
+        others = "".join(f"; also {row}" for row in one.partitions if row != one.partition)
+        return f"LID {one.port.lid}, partition {one.partition}{others}", "green"
     best = one.choice.best
     told = f"{best.address}" + (f" on {best.netdev}" if best.netdev else "")
     return (f"{told}; {one.warning}", "yellow") if one.warning else (told, "green")

@@ -17,6 +17,7 @@ from kvxfer.verbs.device import Context, Device, DeviceLimits, Port, list_device
 from kvxfer.verbs.gid import GidTable, format_gid, read_gid_table
 from kvxfer.verbs.gid_candidate import GidCandidate, find_candidates
 from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
+from kvxfer.verbs.partition import Partition, choose_partition, read_partitions
 from kvxfer.verbs.port import NOT_WANTED, check_wanted, judge_ports
 from kvxfer.verbs.port_offer import PortOffer, plan_read_depth
 from kvxfer.verbs.rails import find_shared_gids
@@ -67,7 +68,8 @@ class GidRow:
 class PortSurvey:
     """One port.
 
-    is_carrier: it could carry data, whatever its GIDs. problem: why kvxfer cannot use it, or "".
+    is_carrier: it could carry data, whatever its GIDs and partitions. problem: why kvxfer cannot use it, or "".
+    partition: the row of its partition key table that is used. partitions: all rows that are in use.
     interfaces: those that its GIDs are addresses of.
     """
 
@@ -78,6 +80,8 @@ class PortSurvey:
     rate: str
     table: GidTable
     choice: GidChoice | None
+    partition: Partition | None
+    partitions: tuple[Partition, ...]
     rows: tuple[GidRow, ...]
     interfaces: tuple[Interface, ...]
 
@@ -112,6 +116,10 @@ class PortSurvey:
             "pkey_tbl_len": port.pkey_tbl_len,
             "needs_grh": port.needs_grh,
             "gid_index": self.choice.index if self.choice else None,
+            "pkeys": [
+                {"index": one.index, "pkey": f"{one.pkey:#06x}", "full": one.is_full, "chosen": one == self.partition}
+                for one in self.partitions
+            ],
             "gids": [row.to_json() for row in self.rows],
             "interfaces": [
                 {
@@ -228,7 +236,11 @@ def _survey_port(
 ) -> PortSurvey:
     table = read_gid_table(context, port, interfaces)
     is_carrier = not problem
-    choice = None
+    choice = partition = None
+    try:
+        partition = choose_partition(context, port, config.pkey_index)
+    except DeviceUnusableError as error:
+        problem = problem or error.reason
     try:
         choice = choose_gid(table, interfaces, GidPreference.of(config, context.name))
         rows = [
@@ -249,6 +261,8 @@ def _survey_port(
         rate=sysfs.rate(port.number).replace("Gb/sec", "Gb/s") or (f"{port.gbps:g} Gb/s" if port.gbps else ""),
         table=table,
         choice=choice,
+        partition=partition,
+        partitions=tuple(read_partitions(context, port)),
         rows=tuple(rows),
         interfaces=tuple(one for one in interfaces or () if one.name in names),
     )

@@ -289,7 +289,7 @@ class MooncakeRdmaPeer:
             answer = self._ask(rail, gids, queue_pairs, deadline, is_ready=False)
             numbers = _qp_numbers(answer, len(queue_pairs), self.name)
             for queue_pair, number in zip(queue_pairs, numbers, strict=True):
-                _bring_up(queue_pair, rail.nic, config, address, number, attributes)
+                _bring_up(queue_pair, rail.nic, address, number, attributes)
             self._ask(rail, gids, queue_pairs, deadline, is_ready=True)
         except BaseException as error:
             close_all(*queue_pairs, completions, channel)
@@ -448,7 +448,7 @@ class MooncakeRdmaAnswer:
                     nic.passive_queue(), capabilities=QueuePairCapabilities(max_send_wr=1)
                 )
                 made.append(queue_pair)
-                _bring_up(queue_pair, nic, self._config, address, number, attributes)
+                _bring_up(queue_pair, nic, address, number, attributes)
         except BaseException:
             close_all(*made)
             raise
@@ -484,13 +484,12 @@ def _attributes(nic: Nic, config: EngineConfig) -> QueuePairAttributes:
 def _bring_up(
     queue_pair: QueuePair,
     nic: Nic,
-    config: EngineConfig,
     address: AddressVector,
     number: int,
     attributes: QueuePairAttributes,
 ) -> None:
     queue_pair.to_init(
-        port=nic.port.number, pkey_index=config.pkey_index, access=Access.REMOTE_WRITE | Access.REMOTE_READ
+        port=nic.port.number, pkey_index=nic.partition.index, access=Access.REMOTE_WRITE | Access.REMOTE_READ
     )
     queue_pair.to_rtr(
         address=address,

@@ -64,7 +64,7 @@ class RdmaTransport(Transport):
         self.nics: tuple[Nic, ...] = survey.nics
         """The ports that are in use; those that come up later are added."""
         self._memory = RdmaMemory(self.nics, config.rdma_chunk_nbytes_max)
-        self.service = RdmaService(self.nics, config)
+        self.service = RdmaService(self.nics)
         self._lock = threading.Lock()
         self._endpoints: WeakKeyDictionary[RdmaEndpoint, tuple[list[tuple[str, PortOffer]], str]] = WeakKeyDictionary()
         """What was offered by the peer of each, and its name."""

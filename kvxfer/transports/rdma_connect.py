@@ -201,7 +201,7 @@ def _try(
             completions, capabilities=QueuePairCapabilities(max_send_wr=attributes.send_depth)
         )
         step = "INIT"
-        queue_pair.to_init(port=nic.port.number, pkey_index=config.pkey_index, access=Access.NONE)
+        queue_pair.to_init(port=nic.port.number, pkey_index=nic.partition.index, access=Access.NONE)
         psn = random_psn()
         request = ConnectRequest(
             number=next(_numbers),

@@ -26,8 +26,9 @@ from kvxfer.verbs.enums import EventType, GidType, PortState
 from kvxfer.verbs.gid_candidate import GidCandidate
 from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
 from kvxfer.verbs.library import VerbsLibrary
+from kvxfer.verbs.partition import Partition, choose_partition
 from kvxfer.verbs.port import check_wanted, judge_ports
-from kvxfer.verbs.port_offer import PortOffer, ReadDepth, check_pkey_index, plan_read_depth
+from kvxfer.verbs.port_offer import PortOffer, ReadDepth, plan_read_depth
 from kvxfer.verbs.sysfs import SysfsDevice
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ class Nic:
         config: EngineConfig,
         interfaces: Sequence[Interface] | None,
     ) -> None:
-        check_pkey_index(port, config.pkey_index)
         self.context = context
         self.domain = domain
         self.port = port
@@ -94,7 +94,7 @@ class Nic:
         self._rows: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self._keys: KeyTable | None = None
         self.choice: GidChoice = self._choose(interfaces)
-        self._pkey = self.context.query_pkey(port.number, config.pkey_index)
+        self.partition: Partition = choose_partition(context, port, config.pkey_index)
         self._passive_queue: CompletionQueue | None = None
 
     def offer(self) -> PortOffer:
@@ -103,14 +103,15 @@ class Nic:
             self.port,
             self.choice.offered,
             read_depth=self.read_depth,
-            pkey=self._pkey,
+            pkey=self.partition.pkey,
             mtu_nbytes_max=self._config.path_mtu_nbytes_max,
             numa_node=self.numa_node,
         )
 
     def refresh(self) -> None:
-        """Look at the port and its GIDs again: links flap, and addresses move to other rows."""
+        """Look at the port, its partition and its GIDs again: links flap, and what a table has moves to other rows."""
         self.port = self.context.query_port(self.port.number)
+        self.partition = choose_partition(self.context, self.port, self._config.pkey_index)
         self.choice = self._choose(_find_interfaces())
         self.is_down = self.port.state is not PortState.ACTIVE
 

@@ -23,7 +23,6 @@ from kvxfer.verbs.port import build_address_vector
 from kvxfer.verbs.queue_pair import QueuePair, QueuePairCapabilities
 
 if TYPE_CHECKING:
-    from kvxfer.config import EngineConfig
     from kvxfer.transports.rdma_nic import Nic
 
 __all__ = ["RdmaService"]
@@ -42,9 +41,8 @@ log = get_logger(__name__)
 class RdmaService:
     """The ends that peers use. All methods may be called from any thread."""
 
-    def __init__(self, nics: Sequence[Nic], config: EngineConfig) -> None:
+    def __init__(self, nics: Sequence[Nic]) -> None:
         self._nics = {nic.name: nic for nic in nics}
-        self._config = config
         self._lock = threading.Lock()
         self._connections: dict[str, dict[int, QueuePair | None]] = {}
         """By session and number; None while it is being made. What is not here any more then is destroyed at once."""
@@ -139,7 +137,7 @@ class RdmaService:
             step = "INIT"
             queue_pair.to_init(
                 port=nic.port.number,
-                pkey_index=self._config.pkey_index,
+                pkey_index=nic.partition.index,
                 access=Access.REMOTE_WRITE | Access.REMOTE_READ,
             )
             step = "RTR"

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import DeviceUnusableError, RemoteProtocolError
+from kvxfer.errors import RemoteProtocolError
 from kvxfer.verbs.enums import LinkLayer, Mtu
 from kvxfer.verbs.gid_candidate import GidCandidate, candidates_from_json
+from kvxfer.verbs.partition import FULL_MEMBER, PARTITION
 from kvxfer.verbs.peer_json import take_bool, take_int, take_name
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ __all__ = [
     "ReadDepth",
     "agree_mtu",
     "agree_read_depth",
-    "check_pkey_index",
     "find_pkey_conflict",
     "mtu_of_interface",
     "plan_read_depth",
@@ -39,9 +39,6 @@ as many pieces as it likes."""
 DEVICE_LENGTH_MAX = 64  # IBV_SYSFS_NAME_MAX
 NUMA_NODE_UNKNOWN = -1  # as in sysfs
 NUMA_NODE_MAX = 1023  # MAX_NUMNODES of Linux is 1 << 10
-FULL_MEMBER = 0x8000
-PARTITION = 0x7FFF
-"""The number of a partition in its key; the high bit is the membership. Source: InfiniBand specification 1.4, 10.9."""
 
 
 @dataclass(frozen=True)
@@ -180,21 +177,6 @@ def agree_read_depth(local: ReadDepth, remote: ReadDepth) -> ReadDepth:
     """Return what this end sets: as initiator (max_rd_atomic) no more than the peer answers, as responder
     (max_dest_rd_atomic) no more than the peer asks."""
     return ReadDepth(min(local.initiator, remote.responder), min(local.responder, remote.initiator))
-
-
-def check_pkey_index(port: Port, index: int) -> None:
-    """Raise DeviceUnusableError where the port's table of partition keys has no row `index`."""
-    if not 0 <= index < port.pkey_tbl_len:
-        reason = f"pkey_index {index} is beyond its partition key table of {port.pkey_tbl_len} rows"
-        raise DeviceUnusableError(
-            f"{port.device} port {port.number} cannot be used: {reason}.",
-            remedy="Set pkey_index to a row of /sys/class/infiniband/*/ports/*/pkeys.",
-            device=port.device,
-            port=port.number,
-            reason=reason,
-            index=index,
-            length=port.pkey_tbl_len,
-        )
 
 
 def find_pkey_conflict(local: PortOffer, remote: PortOffer) -> str:

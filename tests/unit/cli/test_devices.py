@@ -44,11 +44,27 @@ def test_table_names_port_state_link_speed_mtu_and_what_is_used(
     assert next(line for line in lines if "mlx5_0:1  ACTIVE" in line).split()[2:] == (
         ["ACTIVE", "Ethernet", "400", "Gb/s", "(4X", "NDR)", "4096", "-", "10.10.0.1", "on", "eth0"]
     )
-    assert any("InfiniBand" in line and line.endswith("LID 17") for line in lines)
+    assert any("InfiniBand" in line and line.endswith("LID 17, partition 0xffff in row 0") for line in lines)
     assert any("10.10.0.1/24" in line and line.endswith("chosen") for line in lines)
     assert any(line.endswith("after row 3: RoCE v1") for line in lines)
     assert max(map(len, lines)) <= WIDTH
     assert library.leaks == {}
+
+
+def test_partitions_of_an_infiniband_port_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nic = infiniband("mlx5_1", 0x11)
+    nic.ports[0].pkeys = [0x7FFF, 0, 0x8001]
+
+    show(tmp_path / "as text", nic)
+    text = " ".join(capsys.readouterr().out.split())
+    show(tmp_path / "as json", nic, as_json=True)
+    (port,) = json.loads(capsys.readouterr().out)["ports"]
+
+    assert "partition 0x8001 in row 2; also 0x7fff in row 0, limited member" in text
+    assert port["pkeys"] == [
+        {"index": 0, "pkey": "0x7fff", "full": False, "chosen": False},
+        {"index": 2, "pkey": "0x8001", "full": True, "chosen": True},
+    ]
 
 
 def test_port_that_cannot_be_used_says_why_and_is_exit_status_1(

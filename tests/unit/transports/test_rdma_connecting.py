@@ -813,7 +813,7 @@ def test_the_partition_key_of_the_settings_is_used(hosts: FakeHosts) -> None:
 
 def test_a_partition_key_beyond_the_table_is_refused_with_both_numbers(hosts: FakeHosts) -> None:
     """B40: row 7 of 2."""
-    nic = connectx(address=A)
+    nic = infiniband(lid=0x120)
     nic.ports[0].pkeys = [0xFFFF, 0x8001]
     hosts.add("a", nic)
 
@@ -821,6 +821,68 @@ def test_a_partition_key_beyond_the_table_is_refused_with_both_numbers(hosts: Fa
 
     assert "pkey_index 7" in probe.reason
     assert "2 rows" in probe.reason
+
+
+def test_a_partition_key_row_that_is_empty_is_refused(hosts: FakeHosts) -> None:
+    hosts.add("a", infiniband(lid=0x120))  # row 0 of 128 is in use
+
+    probe = RdmaTransport.probe(_config("a", pkey_index=7))
+
+    assert "pkey_index 7 is an empty row" in probe.reason
+
+
+def test_the_first_full_membership_is_taken_where_none_is_named(hosts: FakeHosts) -> None:
+    """Row 0 is a limited membership on hosts that only administrators reach by the default partition."""
+    nics = [infiniband(lid=0x120), infiniband(lid=0x121)]
+    nics[0].ports[0].pkeys = [0x7FFF, 0, 0x8001]
+    nics[1].ports[0].pkeys = [0x8001]
+    pair = hosts.pair(*nics)
+
+    pair.open()
+
+    assert [qp.attributes["pkey_index"] for side in pair.queue_pairs() for qp in side] == [2, 0]
+    check_connected(pair)
+
+
+def test_a_partition_key_that_moves_to_another_row_is_found_again(hosts: FakeHosts) -> None:
+    nics = [infiniband(lid=0x120), infiniband(lid=0x121)]
+    pair = hosts.pair(*nics)
+    nics[0].ports[0].pkeys = [0, 0xFFFF]
+
+    pair.open()
+
+    assert pair.queue_pairs()[0][0].attributes["pkey_index"] == 1
+
+
+def test_an_ethernet_port_without_a_partition_key_table_is_used(hosts: FakeHosts) -> None:
+    """RoCE has the default partition only: whatever row is named for InfiniBand, nothing is asked."""
+    nics = [connectx(address=A), connectx(address=B)]
+    pair = hosts.pair(*nics, pkey_index=1)
+    for nic in nics:
+        nic.ports[0].pkeys = []
+
+    for host, nic in zip("cd", nics, strict=True):
+        hosts.add(host, nic)
+        assert RdmaTransport.probe(_config(host, pkey_index=1)).usable
+    for nic in nics:
+        nic.ports[0].pkeys = [0xFFFF]  # the fake checks row 0 in INIT, as drivers with a table do
+    pair.open()
+
+    assert [qp.attributes["pkey_index"] for side in pair.queue_pairs() for qp in side] == [0, 0]
+    assert [library.calls["ibv_query_pkey"] for library in pair.libraries] == [0, 0]
+
+
+def test_a_partition_key_that_cannot_be_read_costs_its_port_only(hosts: FakeHosts) -> None:
+    ports = [*infiniband(lid=0x120).ports, *infiniband(lid=0x121).ports]
+    for port in ports:
+        port.pkeys = [0xFFFF]
+    library = hosts.add("a", infiniband(ports=ports))
+    library.fail("ibv_query_pkey", errno.EIO)
+
+    probe = RdmaTransport.probe(_config("a"))
+
+    assert probe.details["ports"] == ["mlx5_0:2"]
+    assert "partition key table" in probe.details["refusals"]["mlx5_0:1"]
 
 
 def test_partitions_that_differ_are_not_tried(hosts: FakeHosts) -> None:

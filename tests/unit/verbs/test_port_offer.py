@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.errors import DeviceUnusableError, RemoteProtocolError
+from kvxfer.errors import RemoteProtocolError
 from kvxfer.verbs.enums import Mtu
 from kvxfer.verbs.port_offer import (
     MTU_ASSUMED,
@@ -16,7 +16,6 @@ from kvxfer.verbs.port_offer import (
     ReadDepth,
     agree_mtu,
     agree_read_depth,
-    check_pkey_index,
     find_pkey_conflict,
     mtu_of_interface,
     plan_read_depth,
@@ -75,14 +74,6 @@ def test_what_one_end_asks_the_other_answers(ours: ReadDepth, theirs: ReadDepth)
 
     assert here.initiator == there.responder <= theirs.responder
     assert here.responder == there.initiator <= ours.responder
-
-
-def test_partition_index_is_checked_against_the_table() -> None:
-    """B40."""
-    check_pkey_index(port(pkey_tbl_len=2), 1)
-
-    with pytest.raises(DeviceUnusableError, match="pkey_index 7 is beyond its partition key table of 2 rows"):
-        check_pkey_index(port(pkey_tbl_len=2), 7)
 
 
 @pytest.mark.parametrize(
