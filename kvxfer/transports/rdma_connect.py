@@ -25,6 +25,7 @@ from kvxfer.errors import (
 )
 from kvxfer.log import get_logger
 from kvxfer.transports.rdma_ladder import Attempt, Ladder, QueuePairAttributes
+from kvxfer.transports.rdma_pairing import find_route_problem
 from kvxfer.transports.rdma_queue import SendQueue, close_all
 from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
 from kvxfer.verbs.enums import Access, LinkLayer, Mtu
@@ -32,6 +33,7 @@ from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
 from kvxfer.verbs.port import build_address_vector
 from kvxfer.verbs.port_offer import agree_mtu, agree_read_depth
 from kvxfer.verbs.queue_pair import QueuePairCapabilities
+from kvxfer.verbs.rails import GID_PAIRS_ASKED_MAX
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
@@ -130,10 +132,11 @@ def _check_port(rail: Rail) -> None:
 
 def _gid_pairs(rail: Rail) -> list[GidPair | None]:
     pairs = rank_gid_pairs(rail.nic.choice.offered, rail.remote.gids)
-    sound = [pair for pair in pairs if not pair.is_broken] or pairs[:1]
+    sound = [pair for pair in pairs if not pair.is_broken][:GID_PAIRS_ASKED_MAX] or pairs[:1]
     if not sound and rail.remote.link_layer is LinkLayer.INFINIBAND:
         return [None]
-    return list(sound[:GID_PAIRS_MAX])
+    with_route = [pair for pair in sound if not find_route_problem(pair)] or sound
+    return list(with_route[:GID_PAIRS_MAX])
 
 
 def best_attributes(nic: Nic, remote: PortOffer, config: EngineConfig) -> QueuePairAttributes:

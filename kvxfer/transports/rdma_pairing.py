@@ -6,21 +6,23 @@ none is left the error shows the whole matrix.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import DeviceUnusableError, TransportUnavailableError
 from kvxfer.transports.rdma_near import rail_distance
 from kvxfer.transports.rdma_rail import Rail
+from kvxfer.verbs.gid_candidate import NetdevState
 from kvxfer.verbs.gid_choice import GidPair
 from kvxfer.verbs.port_offer import PortOffer
-from kvxfer.verbs.rails import PortPair, match_ports, rank_port_pairs
+from kvxfer.verbs.rails import match_ports, rank_port_pairs
 from kvxfer.verbs.routes import find_route
 
 if TYPE_CHECKING:
     from kvxfer.transports.rdma_nic import Nic
 
-__all__ = ["pair_rails"]
+__all__ = ["find_route_problem", "pair_rails"]
 
 
 def pair_rails(
@@ -42,42 +44,42 @@ def pair_rails(
     kinds = {_name(offer): kind for kind, offer in offers}
     remote = [offer for _, offer in offers]
     mine = [nic.offer() for nic in up]
+    find_problem = functools.cache(find_route_problem)
     try:
-        matched = match_ports(mine, remote)
+        matched = match_ports(mine, remote, find_problem)
     except DeviceUnusableError as error:
+        conflicts: dict[str, str] = error.values.get("conflicts", {})
+        told = "; ".join(f"{pair}: {why}" for pair, why in conflicts.items()) or "no port here is up"
         raise TransportUnavailableError(
-            f"no RDMA port here reaches one of {peer}: {error.message}",
+            f"no RDMA port here reaches one of {peer}, {error.reason}: {told}.",
             remedy=error.remedy,
             peer=peer,
-            reasons=error.values.get("conflicts", {}),
+            reasons=conflicts,
         ) from error
-    others = [pair for pair in rank_port_pairs(mine, remote) if pair not in matched]
-    refusals: dict[str, str] = {}
-    rails: list[Rail] = []
-    for pair in [*matched, *others]:
-        problem = _route_problem(pair)
-        if problem:
-            refusals[str(pair)] = problem
-            continue
-        rails.append(
-            Rail(
-                local[_name(pair.local)],
-                pair.remote,
-                kinds[_name(pair.remote)],
-                order=len(rails),
-                gids=pair.gids,
-                is_spare=pair not in matched,
-            )
+    others = [pair for pair in rank_port_pairs(mine, remote, find_problem) if pair not in matched]
+    rails = [
+        Rail(
+            local[_name(pair.local)],
+            pair.remote,
+            kinds[_name(pair.remote)],
+            order=order,
+            gids=pair.gids,
+            is_spare=order >= len(matched),
         )
-    if rails:
-        return _best_first(rails, numa_node)
-    told = "; ".join(f"{pair}: {why}" for pair, why in refusals.items()).rstrip(".")
-    raise TransportUnavailableError(
-        f"no RDMA port here reaches one of {peer}: {told}.",
-        remedy="Give the ports addresses in common subnets, or routes; `kvxfer devices` on both hosts shows them.",
-        peer=peer,
-        reasons=refusals,
-    )
+        for order, pair in enumerate([*matched, *others])
+    ]
+    return _best_first(rails, numa_node)
+
+
+def find_route_problem(gids: GidPair) -> str:
+    """Return why packets cannot get from one GID to the other, where the kernel's tables say so.
+
+    Of a GID whose interface is in another network namespace, or not known, ours say nothing.
+    """
+    local = gids.local
+    if local.is_infiniband or local.state is not NetdevState.UP or not gids.rank.is_other_subnet:
+        return ""
+    return find_route(local.address, gids.remote.address, interface=local.netdev).problem
 
 
 def _best_first(rails: list[Rail], numa_node: int | None) -> list[Rail]:
@@ -91,15 +93,6 @@ def _best_first(rails: list[Rail], numa_node: int | None) -> list[Rail]:
     for order, rail in enumerate(rails):
         rail.order = order
     return rails
-
-
-def _route_problem(pair: PortPair) -> str:
-    """Return why packets cannot get from one port to the other, where the kernel's tables say so."""
-    gids: GidPair | None = pair.gids
-    if gids is None or gids.local.is_infiniband or not gids.rank.is_other_subnet:
-        return ""
-    route = find_route(gids.local.address, gids.remote.address, interface=gids.local.netdev)
-    return route.problem
 
 
 def _name(offer: PortOffer) -> str:

@@ -25,6 +25,7 @@ from kvxfer.types import Rights
 from kvxfer.verbs.routes import Route
 from tests.support.fake_engines import FakeHosts, fake_hosts
 from tests.support.fake_verbs import FakeNic, connectx
+from tests.support.gid_rows import interface
 
 TIMEOUT_S = 30.0
 POOL_NBYTES = 1 << 20
@@ -114,10 +115,13 @@ def test_every_rail_is_connected_written_and_compared(mesh: Mesh) -> None:
 
 
 def test_rails_without_a_path_are_not_tried_and_no_problem(mesh: Mesh) -> None:
-    mesh.add("a", *two_rails(1))
-    mesh.add("b", *two_rails(2))
-
-    with mock.patch("kvxfer.transports.rdma_pairing.find_route", by_subnet):
+    known = [interface(f"eth{rail}", f"10.10.{rail}.1/24", f"10.10.{rail}.2/24") for rail in range(2)]
+    with (
+        mock.patch("kvxfer.transports.rdma_pairing.find_route", by_subnet),
+        mock.patch("kvxfer.transports.rdma_nic.list_interfaces", return_value=known),
+    ):
+        mesh.add("a", *two_rails(1))
+        mesh.add("b", *two_rails(2))
         hosts = mesh.run()
 
     assert sorted(rail.status for rail in rails_of(hosts)) == ["no path"] * 4 + ["ok"] * 4

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from structlog.testing import capture_logs
 
 from kvxfer import TransferBatch
 from kvxfer.errors import CompletionError, KvxferError, TransportUnavailableError
-from kvxfer.system.interfaces import Interface, InterfaceAddress
 from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.transports.rdma_nic import Nic
 from kvxfer.transports.rdma_service import RdmaService
@@ -25,6 +23,7 @@ from kvxfer.verbs.enums import CompletionStatus, EventType, PortState
 from kvxfer.verbs.routes import Route
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_verbs import FakeFabric, FakeNic, FakePort, connectx, erdma, gid
+from tests.support.gid_rows import interface
 
 Status = CompletionStatus
 LARGE_NBYTES = 4 << 20
@@ -127,18 +126,78 @@ def test_a_cross_pair_is_tried_once_at_most_where_its_own_fails(hosts: FakeHosts
     assert pair.connected == ["mlx_1:1 to mlx_1:1"]
 
 
+def know_interfaces(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+    """Let these interfaces, of all hosts, be here, each with addresses such as "10.0.0.1/24 10.1.0.1/24"."""
+    known = [interface(name, *text.split()) for name, text in addresses.items()]
+    monkeypatch.setattr("kvxfer.transports.rdma_nic.list_interfaces", lambda: known)
+
+
+def know_routes(monkeypatch: pytest.MonkeyPatch, *pairs: tuple[str, str]) -> None:
+    """Let there be a route between these addresses only, both ways."""
+
+    def find(source: Any, destination: Any, **_: Any) -> Route:
+        there_is = any({str(source), str(destination)} == set(pair) for pair in pairs)
+        return Route() if there_is else Route(problem=f"there is no route from {source} to {destination}")
+
+    monkeypatch.setattr("kvxfer.transports.rdma_pairing.find_route", find)
+
+
 def test_pairs_without_a_route_are_never_tried(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """B27: what the kernel's tables say; the error has the whole matrix."""
-    monkeypatch.setattr(
-        "kvxfer.transports.rdma_pairing.find_route", lambda *_, **__: Route(problem="there is no route to it")
-    )
-    pair = hosts.pair(rails(2, 1), rails(2, 2))
+    know_interfaces(monkeypatch, eth0="10.0.0.1/24", eth1="10.1.0.1/24")
+    know_routes(monkeypatch)
+    pair = hosts.pair(rails(2, 1), [erdma("mlx_0", "10.8.0.2"), erdma("mlx_1", "10.9.0.2")])
 
     with pytest.raises(TransportUnavailableError) as caught:
         pair.open()
 
-    assert str(caught.value).count("there is no route to it") >= 4
+    assert str(caught.value).count("there is no route from") >= 4
+    assert "or routes" in caught.value.remedy
     assert [library.calls["ibv_create_qp"] for library in pair.libraries] == [0, 0]
+
+
+def test_routes_of_this_namespace_say_nothing_of_a_gid_whose_interface_is_in_another(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with the device and without its interface: the kernel resolves in the other namespace."""
+    know_interfaces(monkeypatch, eth7="172.17.0.2/16")
+    know_routes(monkeypatch)
+    pair = hosts.pair(rails(1, 1), [erdma("mlx_0", "10.8.0.2")])
+
+    pair.open()
+
+    pair.write()
+
+
+def test_the_gids_with_a_route_are_taken_where_the_best_ones_have_none(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two networks on one port, and the peer is behind a router of the second one."""
+    know_interfaces(monkeypatch, eth0="10.0.0.1/24 10.1.0.1/24", eth1="10.2.0.2/24 10.3.0.2/24")
+    know_routes(monkeypatch, ("10.1.0.1", "10.3.0.2"))
+    here = erdma("mlx_0", ports=[FakePort({0: gid("10.0.0.1", ndev="eth0"), 1: gid("10.1.0.1", ndev="eth0")})])
+    there = erdma("mlx_0", ports=[FakePort({0: gid("10.2.0.2", ndev="eth1"), 1: gid("10.3.0.2", ndev="eth1")})])
+    pair = hosts.pair(here, there)
+
+    with capture_logs() as events:
+        pair.open()
+
+    assert pair.rails[0]["gids"].startswith("10.1.0.1/24")
+    assert not [event for event in events if event["event"] == "rdma.attribute_lowered"]
+    assert pair.libraries[0].calls["ibv_create_qp"] == 1
+
+
+def test_ports_are_matched_among_those_that_reach_each_other(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cables are crossed, through routers: two rails of full value, not two spares."""
+    know_interfaces(monkeypatch, eth0="10.0.0.1/24", eth1="10.1.0.1/24")
+    know_routes(monkeypatch, ("10.0.0.1", "10.9.0.2"), ("10.1.0.1", "10.8.0.2"))
+    pair = hosts.pair(rails(2, 1), [erdma("mlx_0", "10.8.0.2"), erdma("mlx_1", "10.9.0.2")], nbytes=LARGE_NBYTES)
+
+    pair.open()
+    pair.write(65536)
+
+    assert sorted(pair.connected) == ["mlx_0:1 to mlx_1:1", "mlx_1:1 to mlx_0:1"]
+    assert [rail["spare"] for rail in pair.rails] == [False, False]
 
 
 def test_ports_with_one_name_are_paired_whatever_their_place(hosts: FakeHosts) -> None:
@@ -156,9 +215,7 @@ def test_ports_with_one_name_are_paired_whatever_their_place(hosts: FakeHosts) -
 def test_one_subnet_comes_before_one_name(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """B28: the cables are crossed, and the interfaces tell the subnets. Nothing is tried in vain."""
     here, there = rails(2, 1), [erdma("mlx_0", "10.1.0.2", "eth3"), erdma("mlx_1", "10.0.0.2", "eth2")]
-    addresses = {"eth0": "10.0.0.1", "eth1": "10.1.0.1", "eth2": "10.0.0.2", "eth3": "10.1.0.2"}
-    known = [Interface(name, addresses=(InterfaceAddress(ip_address(text), 24),)) for name, text in addresses.items()]
-    monkeypatch.setattr("kvxfer.transports.rdma_nic.list_interfaces", lambda: known)
+    know_interfaces(monkeypatch, eth0="10.0.0.1/24", eth1="10.1.0.1/24", eth2="10.0.0.2/24", eth3="10.1.0.2/24")
     hosts.fabric.separate_subnets()
     pair = hosts.pair(here, there, nbytes=LARGE_NBYTES)
 
