@@ -238,7 +238,8 @@ def _survey_probe(survey: NicSurvey) -> Probe:
             "rdma",
             usable=False,
             reason="this machine has no RDMA device",
-            remedy="Nothing to do: kvxfer uses shm on one host and tcp between hosts.",
+            remedy="Nothing to do: kvxfer uses shm on one host and tcp between hosts. In a container on a host "
+            "that has some: `rdma dev set DEVICE netns NAME`, or the network of the host.",
             details=details,
         )
     return Probe(

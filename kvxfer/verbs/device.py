@@ -378,9 +378,10 @@ def _explain_absence(library: VerbsLibrary, root: Path) -> None:
         )
     raise VerbsProviderError(
         f"the kernel has {listed}, but {library.version or library.path} lists no device: their driver library is not "
-        f"installed, or belongs to another release of rdma-core.",
+        f"installed, or belongs to another release of rdma-core; or the devices belong to another network namespace.",
         remedy="Install it: apt-get install ibverbs-providers (Debian, Ubuntu), dnf install libibverbs; with the stack "
-        "of a vendor, all of it from that vendor.",
+        "of a vendor, all of it from that vendor. In a container, if `rdma system` on its host says exclusive: "
+        "`rdma dev set DEVICE netns NAME`, or the network of the host.",
         devices=names,
         path=library.path,
     )

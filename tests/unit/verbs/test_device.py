@@ -66,6 +66,7 @@ def test_missing_driver_library_is_told(tmp_path: Path) -> None:
     with pytest.raises(VerbsProviderError, match="lists no device") as caught:
         list_devices(FakeLibrary(None, name="b"), root=tmp_path)
     assert "ibverbs-providers" in caught.value.remedy
+    assert "rdma dev set DEVICE netns" in caught.value.remedy
 
 
 def test_device_that_is_not_there_names_those_that_are() -> None:
