@@ -136,7 +136,7 @@ def _gid_pairs(rail: Rail) -> list[GidPair | None]:
     if not sound and rail.remote.link_layer is LinkLayer.INFINIBAND:
         return [None]
     with_route = [pair for pair in sound if not find_route_problem(pair)] or sound
-    return list(with_route[:GID_PAIRS_MAX])
+    return list(rail.prefer_gids(with_route)[:GID_PAIRS_MAX])
 
 
 def best_attributes(nic: Nic, remote: PortOffer, config: EngineConfig) -> QueuePairAttributes:

@@ -28,7 +28,8 @@ _OF_REQUEST = frozenset(
 
 _REMEDIES = {
     CompletionStatus.RETRY_EXC_ERR: "Check that the peer runs and its port is up, that UDP port 4791 is open between "
-    "the two addresses, and that the MTU of the network carries the path MTU; `kvxfer doctor` on both ends says more.",
+    "the two addresses, that the network carries packets of the path MTU (if not, path_mtu_nbytes_max 1024), and that "
+    "no more routers are between than the hop limit (rdma_hop_limit); `kvxfer doctor` on both ends says more.",
     CompletionStatus.REM_ACCESS_ERR: "The peer unregistered that memory, or registered it without the right: look at "
     "its log; `segment.refresh()` asks for its regions again.",
     CompletionStatus.LOC_PROT_ERR: "The local memory was freed or unmapped while it was registered.",

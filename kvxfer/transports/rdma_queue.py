@@ -81,6 +81,11 @@ class SendQueue:
         """Requests on the queue."""
         return self._posted - self._done
 
+    @property
+    def has_carried(self) -> bool:
+        """Whether any request was ever done."""
+        return self._done > 0
+
     def lanes(self) -> list[Lane]:
         """The lanes with slices on the queue."""
         return list({id(lane): lane for _, lane, _ in self._spans}.values())

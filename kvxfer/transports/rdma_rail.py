@@ -15,7 +15,7 @@ from kvxfer.log import get_logger
 from kvxfer.transports.rdma_ladder import Attempt, QueuePairAttributes
 from kvxfer.transports.rdma_lane import Lane
 from kvxfer.transports.rdma_queue import Fault, SendQueue
-from kvxfer.verbs.enums import CompletionStatus
+from kvxfer.verbs.enums import CompletionStatus, GidType
 from kvxfer.verbs.gid_choice import GidPair
 from kvxfer.verbs.port_offer import PortOffer
 
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["Rail", "usable_rails"]
 
 PAUSE_S, PAUSE_MAX_S = 0.1, 5.0
-"""How long a rail rests after it broke: doubled each time until it has carried something."""
+"""How long a rail is left alone after it broke: doubled each time until it has carried something."""
+REST_MAX_S = 300.0
+"""The same where there are others, and nothing came through: each try costs a batch the time that it takes to find
+out, so that the rest is longer than all of those before together."""
 SPEED_NBYTES = 256 << 10
 """A lane shorter than this tells more of latency than of speed."""
+
+_GidKey = tuple[bytes, GidType, bytes, GidType]
 
 log = get_logger(__name__)
 
@@ -55,14 +60,16 @@ class Rail:
         """Whether it is for the case that another one breaks: its ports are on other rails already."""
         self.rate = 0.0
         """Bytes a second that it carried lately; 0.0 until it has. Large batches are shared out by it."""
-        self.paused_until = 0.0
+        self.paused_until = self.rests_until = 0.0
+        """When it may be connected again, monotonic seconds: at all, and where other rails stand."""
         self.trouble = ""
         """Why it last failed; empty again when it is connected."""
         self.attempts: tuple[Attempt, ...] = ()
         self.attributes: QueuePairAttributes | None = None
         self.gids = gids
         self._choice: GidChoice | None = None  # as it was when the queue pair was made, or last looked at
-        self._pause_s = PAUSE_S
+        self._silent_gids: dict[_GidKey, None] = {}  # as a list without doubles, the last that was found last
+        self._pause_s, self._rest_s = PAUSE_S, 0.0
 
     @property
     def is_connected(self) -> bool:
@@ -92,12 +99,20 @@ class Rail:
 
     @property
     def may_connect(self) -> bool:
-        """Whether it is not connected, and it is time to try."""
-        return self.queue is None and not self.nic.is_down and self.paused_until <= time.monotonic()
+        """Whether it is not connected, and it is time to try although others stand."""
+        return self.queue is None and not self.nic.is_down and self.rests_until <= time.monotonic()
+
+    def prefer_gids(self, pairs: Sequence[GidPair]) -> list[GidPair]:
+        """Return pairs of GIDs in the order to try: last, oldest first, those over which a connection stood and carried
+        nothing."""
+        silent = list(self._silent_gids)
+        return sorted(pairs, key=lambda pair: silent.index(_key(pair)) if _key(pair) in self._silent_gids else -1)
 
     def note_speed(self, lane: Lane) -> None:
         """A lane is done: remember how fast, if it was long enough to tell; a rail that carries needs no long rest."""
-        self._pause_s = PAUSE_S
+        self._pause_s, self._rest_s = PAUSE_S, 0.0
+        if self.gids is not None:
+            self._silent_gids.pop(_key(self.gids), None)
         seconds, nbytes = lane.ended - lane.begun, int(lane.ends[-1])
         if nbytes >= SPEED_NBYTES and seconds > 0.0:
             self.rate = nbytes / seconds if self.rate == 0.0 else 0.7 * self.rate + 0.3 * nbytes / seconds
@@ -119,11 +134,26 @@ class Rail:
     def note_failure(self, error: KvxferError, *, is_of_path: bool) -> None:
         """It broke; one that is the path's fault rests a while."""
         self.trouble = error.message
-        pause_s = self._pause_s if is_of_path else 0.0
+        rest_s = 0.0
         if is_of_path:
-            self.paused_until = time.monotonic() + pause_s
-            self._pause_s = min(2 * pause_s, PAUSE_MAX_S)
-        log.warning("rdma.rail_broken", rail=self.label, error=error.message, pause_s=pause_s)
+            now = time.monotonic()
+            rest_s = max(self._pause_s, self._note_silence(error, now))
+            self.paused_until, self.rests_until = now + self._pause_s, now + rest_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
+        log.warning("rdma.rail_broken", rail=self.label, error=error.message, pause_s=rest_s)
+
+    def _note_silence(self, error: KvxferError, now: float) -> float:
+        """Remember GIDs between which nothing comes through, though the kernel found a way; return for how many seconds
+        the rail should rest therefore, 0.0 where it is something else."""
+        queue, gids = self.queue, self.gids
+        if queue is None or queue.has_carried or error.values.get("status") != CompletionStatus.RETRY_EXC_ERR.name:
+            return 0.0
+        if gids is not None:
+            self._silent_gids.pop(_key(gids), None)
+            self._silent_gids[_key(gids)] = None
+        silence_s = now - min((lane.begun for lane in queue.lanes()), default=now)
+        self._rest_s = min(2 * self._rest_s + silence_s, REST_MAX_S)
+        return self._rest_s
 
     def facts(self) -> dict[str, Any]:
         """What an operator compares between both ends."""
@@ -135,8 +165,8 @@ class Rail:
                 "one subnet": "no" if self.gids.rank.is_other_subnet else "yes",
             }
         if self.attributes is not None:
-            facts |= {"path MTU": self.attributes.path_mtu, "timeout": self.attributes.timeout}
-            facts |= {"retry count": self.attributes.retry_count}
+            facts |= {"path MTU": self.attributes.path_mtu, "hop limit": self.attributes.hop_limit}
+            facts |= {"timeout": self.attributes.timeout, "retry count": self.attributes.retry_count}
         return facts
 
     def describe(self) -> dict[str, Any]:
@@ -154,6 +184,10 @@ class Rail:
             "link": str(self.remote.link_layer),
             "numa_nodes": list(self.numa_nodes),
         }
+
+
+def _key(pair: GidPair) -> _GidKey:
+    return pair.local.value, pair.local.type, pair.remote.value, pair.remote.type
 
 
 def usable_rails(rails: Iterable[Rail]) -> list[Rail]:

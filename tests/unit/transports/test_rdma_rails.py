@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from kvxfer.transports.rdma_service import RdmaService
 from kvxfer.verbs.enums import CompletionStatus, EventType, PortState
 from kvxfer.verbs.routes import Route
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
-from tests.support.fake_verbs import FakeFabric, FakeNic, FakePort, connectx, erdma, gid
+from tests.support.fake_verbs import FakeDevice, FakeFabric, FakeGid, FakeNic, FakePort, connectx, erdma, gid
+from tests.support.fake_verbs import Path as FabricPath
 from tests.support.gid_rows import interface
 
 Status = CompletionStatus
@@ -737,3 +739,76 @@ def test_no_reset_of_a_fresh_queue_pair_and_no_second_use(hosts: FakeHosts) -> N
 
     assert len(steps) == 4
     assert all(one in (["INIT", "RTR", "RTS"], ["INIT", "RTR", "RTS", "ERR"]) for one in steps.values())
+
+
+# Connections that stand, and carry nothing: the kernel resolves the address, and the packets do not come through.
+
+
+def lose(hosts: FakeHosts, is_lost: Callable[[FakeDevice, FakeGid | None], bool]) -> None:
+    """Let packets from such GIDs be lost on the way; the kernel knows nothing of it."""
+    hosts.fabric.rules.append(
+        lambda source, row, _target, _dgid: FabricPath(is_lost=True) if is_lost(source, row) else None
+    )
+
+
+def is_ipv4(_source: FakeDevice, row: FakeGid | None) -> bool:
+    return row is not None and row.is_ipv4
+
+
+def test_other_gids_are_tried_where_a_connection_stands_and_carries_nothing(hosts: FakeHosts) -> None:
+    """A firewall, or a router that drops the packets: IPv4 does not come through, IPv6 does."""
+    lose(hosts, is_ipv4)
+    pair = hosts.pair(connectx(address="10.0.0.1"), connectx(address="10.0.0.2"))
+    pair.open()
+    assert pair.rails[0]["gids"].startswith("10.0.0.1")
+
+    pair.write()
+
+    assert pair.rails[0]["gids"].startswith("fe80")
+    pair.read()
+
+
+def test_gids_that_failed_are_tried_again_where_no_others_work(hosts: FakeHosts) -> None:
+    """All are silent for a while: the peer was stopped, say."""
+    failing = [True]
+    lose(hosts, lambda *_: failing[0])
+    pair = hosts.pair(erdma(address="10.0.0.1"), erdma(address="10.0.0.2"))
+    pair.open()
+    with pytest.raises(CompletionError, match="RETRY_EXC_ERR"):
+        pair.write()
+
+    failing[0] = False
+
+    pair.write()
+    pair.read()
+
+
+def test_a_silent_path_names_the_settings_that_may_help(hosts: FakeHosts) -> None:
+    lose(hosts, lambda *_: True)
+    pair = hosts.pair(erdma(address="10.0.0.1"), erdma(address="10.0.0.2"))
+    pair.open()
+
+    with pytest.raises(CompletionError) as caught:
+        pair.write()
+
+    assert "path_mtu_nbytes_max" in caught.value.remedy
+    assert "rdma_hop_limit" in caught.value.remedy
+    assert caught.value.hop_limit == 64
+
+
+def test_a_silent_rail_rests_longer_than_it_took_to_find_out(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch loses 7.5 s on it each time, by the usual time-out; so it is not put back every 5 s."""
+    pair = open_pair(hosts)
+    rail = pair.segment._transfers.endpoints[0]._rails[0]  # type: ignore[attr-defined]
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("kvxfer.transports.rdma_rail.time", clock)
+    rests = []
+    for now in (1000.0, 2000.0, 3000.0):
+        queue = SimpleNamespace(has_carried=False, lanes=lambda: [SimpleNamespace(begun=now - 7.5)], fault=None)  # noqa: B023
+        monkeypatch.setattr(rail, "queue", queue)
+        rail.note_failure(CompletionError("silent", status="RETRY_EXC_ERR"), is_of_path=True)
+        rests.append(rail.rests_until - now)
+        assert rail.paused_until - now < 1.0  # where nothing else stands it is tried soon
+    monkeypatch.undo()
+
+    assert rests == [7.5, 22.5, 52.5]
