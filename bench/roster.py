@@ -5,6 +5,7 @@ Tables and look-ups only; `peers.py` starts and measures them, `report.py` print
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -89,11 +90,12 @@ _TREE = BENCH_FOLDER.parent
 _SHIM = _TREE / "kvxfer" / "compat" / "shim"
 
 
-def _drop_in(name: str, **environment: str) -> Contender:
+def _drop_in(name: str, *, is_async: bool = False, **environment: str) -> Contender:
     """Mooncake's contender, with kvxfer under Mooncake's name."""
     path = os.pathsep.join(str(folder) for folder in (_SHIM, BENCH_FOLDER, _TREE))
     environment = {"PYTHONPATH": path, **environment}
-    return Contender(name, "contenders.mooncake_peer", _SHIM / "mooncake" / "engine.py", environment=environment)
+    settings = {"is_async": is_async}
+    return Contender(name, "contenders.mooncake_peer", _SHIM / "mooncake" / "engine.py", settings, environment)
 
 
 DROP_INS: Final = {
@@ -102,6 +104,9 @@ DROP_INS: Final = {
         _drop_in("drop-in"),
         _drop_in("drop-in-tcp", KVXFER_TRANSPORTS="tcp"),
         CONTENDERS["mooncake-tcp"],
+        _drop_in("drop-in-async", is_async=True),
+        _drop_in("drop-in-tcp-async", is_async=True, KVXFER_TRANSPORTS="tcp"),
+        dataclasses.replace(CONTENDERS["mooncake-tcp"], name="mooncake-tcp-async", settings={"is_async": True}),
     )
 }
 """Who takes part in `dropin.py`."""
@@ -132,6 +137,8 @@ PAIRS: Final = (
     Pair("kvxfer-tcp", "iperf3", {"64KiB": 1.0, "4KiB": 0.9}),
     Pair("drop-in", "mooncake-tcp", {"64KiB": 3.5, "4KiB": 9.0}),
     Pair("drop-in-tcp", "mooncake-tcp", {"64KiB": 1.9, "4KiB": 9.0}),
+    Pair("drop-in-async", "mooncake-tcp-async", {"64KiB": 3.5, "4KiB": 9.0}),
+    Pair("drop-in-tcp-async", "mooncake-tcp-async", {"64KiB": 1.9, "4KiB": 9.0}),
 )
 
 LATENCY_REQUIRED_US: Final = {"kvxfer-shm": 3.0, "kvxfer-shm-any": 6.0}  # the most the median transfer may take

@@ -1,9 +1,13 @@
-"""Mooncake's TransferEngine (mooncake-transfer-engine-non-cuda), protocol tcp, handshake between the two processes."""
+"""Mooncake's TransferEngine (mooncake-transfer-engine-non-cuda), protocol tcp, handshake between the two processes.
+
+With `is_async` a batch is submitted and then waited for; a single transfer is submitted and its status asked for until
+it has ended.
+"""
 
 from __future__ import annotations
 
 import os
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # both read when the module below is loaded
@@ -21,8 +25,9 @@ BATCH_ROWS = 1024
 class MooncakePeer(Peer):
     """One engine with one registered numpy pool."""
 
-    def __init__(self, *, side: Side, name: str, pool_nbytes: int) -> None:
+    def __init__(self, *, side: Side, name: str, pool_nbytes: int, is_async: bool = False) -> None:
         super().__init__()
+        self._is_async = is_async
         self._engine = TransferEngine()
         _check("initialize", self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
         self._pool = self.pools[side] = Pool(allocate_anonymous(pool_nbytes), side)
@@ -41,6 +46,8 @@ class MooncakePeer(Peer):
         return [tuple(column[start : start + BATCH_ROWS] for column in (local, remote, nbytes)) for start in starts]
 
     def transfer(self, blocks: Blocks, prepared: Any) -> float:
+        if self._is_async:
+            return self._transfer_async(blocks, prepared)
         is_write = blocks.operation == "write"
         move = self._engine.batch_transfer_sync_write if is_write else self._engine.batch_transfer_sync_read
         start = perf_counter()
@@ -48,16 +55,36 @@ class MooncakePeer(Peer):
             _check("batch transfer", move(self._target, local, remote, nbytes))
         return perf_counter() - start
 
+    def _transfer_async(self, blocks: Blocks, prepared: Any) -> float:
+        is_write = blocks.operation == "write"
+        submit = self._engine.batch_transfer_async_write if is_write else self._engine.batch_transfer_async_read
+        start = perf_counter()
+        for local, remote, nbytes in prepared:  # one at a time: Mooncake refuses what its queue does not hold
+            number = submit(self._target, local, remote, nbytes)
+            _check("wait for a batch", self._engine.get_batch_transfer_status([number]))
+        return perf_counter() - start
+
     def transfer_each(self, blocks: Blocks) -> list[float]:
-        move = self._engine.transfer_sync_write if blocks.operation == "write" else self._engine.transfer_sync_read
+        move = self._submit_and_ask if self._is_async else self._move
         local, remote = (column.tolist() for column in blocks.addresses(self._pool.address, self._remote_base))
         seconds = []
         for local_address, remote_address in zip(local, remote, strict=True):
             start = perf_counter()
-            code = move(self._target, local_address, remote_address, blocks.block_nbytes)
+            move(blocks, local_address, remote_address)
             seconds.append(perf_counter() - start)
-            _check("transfer", code)
         return seconds
+
+    def _move(self, blocks: Blocks, local: int, remote: int) -> None:
+        move = self._engine.transfer_sync_write if blocks.operation == "write" else self._engine.transfer_sync_read
+        _check("transfer", move(self._target, local, remote, blocks.block_nbytes))
+
+    def _submit_and_ask(self, blocks: Blocks, local: int, remote: int) -> None:
+        is_write = blocks.operation == "write"
+        submit = self._engine.batch_transfer_async_write if is_write else self._engine.batch_transfer_async_read
+        number = submit(self._target, [local], [remote], [blocks.block_nbytes])
+        while not (status := self._engine.transfer_check_status(number)):
+            sleep(0)  # as LMCache, but for how long it sleeps
+        _check("asynchronous transfer", 0 if status == 1 else status)
 
 
 def _check(what: str, code: int) -> None:

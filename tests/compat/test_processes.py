@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.mooncake_programs import NBYTES, Pair, Program
+from tests.support.peer import wait_until
 
 pytestmark = pytest.mark.slow
 MEDIA = ("shm,tcp", "tcp")
@@ -253,3 +254,30 @@ def test_a_thousand_sessions_one_after_the_other_leave_nothing() -> None:
 
     assert after[0] <= before[0] + 4
     assert after[1] <= before[1] + 1
+
+
+@pytest.mark.parametrize("call", ["batch_transfer_async_write", "batch_transfer_async_read", "transfer_submit_write"])
+def test_asynchronous_batch_moves_though_nobody_asks_for_its_status(pair: Pair, call: str) -> None:
+    """More than a submit call moves by itself, so that the rest is left to somebody."""
+    nbytes = 64 << 20
+    columns = "C, D, N" if call == "transfer_submit_write" else "[C], [D], [N]"
+    there = pair.target.run("D = memory(N); poke(D, b'5' * N); result = (E.register_memory(D, N), D)", N=nbytes)
+    assert there[0] == 0
+    begin = f"C = memory(N); poke(C, b'4' * N); E.register_memory(C, N); result = E.{call}(S, {columns})"
+
+    number = pair.run(begin, N=nbytes, D=there[1])
+
+    assert number > 0
+    side, place, text = (pair.initiator, "C", b"5") if call.endswith("read") else (pair.target, "D", b"4")
+    arrived = f"peek({place}, {nbytes}) == {text!r} * {nbytes}"
+    wait_until(lambda: side.run(arrived))
+    assert pair.run("E.get_batch_transfer_status([number])", number=number) == 0
+
+
+def test_asynchronous_batch_that_is_asked_for_after_its_timeout_went_well() -> None:
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp", MC_TRANSFER_TIMEOUT="5")) as pair:
+        begin = (
+            "n = E.batch_transfer_async_write(S, [A], [B], [N])\ntime.sleep(5.5)\nresult = E.transfer_check_status(n)"
+        )
+
+        assert pair.run(begin, N=NBYTES) == 1

@@ -248,7 +248,7 @@ class TransferEngine:
         native, told = _take_opcode(call, opcode), _take_notify(call, notify)
         return self._move(call, native, target_hostname, (buffers, peer_buffer_addresses, lengths), told)
 
-    # Transfers that go on behind the call, as far as somebody asks for their status.
+    # Transfers that go on behind the call, whether somebody asks for their status or not.
 
     def transfer_submit_write(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
@@ -301,8 +301,10 @@ class TransferEngine:
         return self._submit(call, native, target_hostname, (buffers, peer_buffer_addresses, lengths))
 
     def transfer_check_status(self, batch_id: int, /) -> int:
-        """Move a batch as far as that does not block. 1: all of it is done, 0: it runs, -1: it failed, -2: it ran out
-        of time. A batch that has ended is told once; its number is unknown then, which is -1."""
+        """Return how a batch is. 1: all of it is done, 0: it runs, -1: it failed, -2: it ran out of time.
+
+        An end is told once; the number is unknown then, which is -1.
+        """
         call = "transfer_check_status"
         number = take_int(call, "batch_id", batch_id)
         code = self._answer(call, None, lambda running: int(running.poll(number)))

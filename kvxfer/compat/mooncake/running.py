@@ -21,7 +21,6 @@ from kvxfer import (
     AccessDeniedError,
     ConfigError,
     ForkedError,
-    KvxferError,
     NotRegisteredError,
     Opcode,
     Rights,
@@ -37,7 +36,7 @@ from kvxfer.compat.mooncake.regions import Registrations
 from kvxfer.compat.mooncake.settings import Wish, listen_ports, open_engine, transfer_timeout_s
 from kvxfer.compat.mooncake.target import Notify
 from kvxfer.compat.mooncake.targets import Targets
-from kvxfer.compat.mooncake.tickets import BatchTicket, DoneTicket, Ticket
+from kvxfer.compat.mooncake.tickets import DoneTicket, Ticket
 from kvxfer.errors import DirectoryError
 from kvxfer.log import get_logger
 from kvxfer.mooncake.directory import open_directory
@@ -160,23 +159,21 @@ class Running:
         return number
 
     def poll(self, number: int) -> bool:
-        """Whether a batch has ended well; False while it runs, raises why it failed. Either end frees its number."""
+        """Whether a batch has ended well; False while it runs, raises why it failed. Either end is told once, whoever
+        asks."""
         ticket = self._tickets.get(number)
-        if ticket is None:
-            raise _no_batch(number)
-        if not ticket.poll():
+        if ticket is not None and not ticket.poll():
             return False
-        self._tickets.pop(number, None)
+        if ticket is None or self._tickets.pop(number, None) is None:
+            raise _no_batch(number)
         ticket.wait()
         return True
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Move batches to their ends, all at once, and free their numbers; then raises the first failure."""
-        found = {number: self._tickets.get(number) for number in numbers}
+        """Wait for the ends of batches and free their numbers; then raises the first failure."""
         first: Exception | None = None
-        with contextlib.suppress(KvxferError):  # told below, by the ticket
-            self.engine.wait_all([ticket.batch for ticket in found.values() if isinstance(ticket, BatchTicket)])
-        for number, ticket in found.items():
+        for number in dict.fromkeys(numbers):
+            ticket = self._tickets.get(number)
             try:
                 if ticket is None:
                     raise _no_batch(number)

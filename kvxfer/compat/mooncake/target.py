@@ -6,6 +6,8 @@ Each moves rows and waits, or submits them. `Staged` is how memory that is not r
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeTarget", "NativeTarget", "Notify", "OwnTarget", "Target"]
 
 UNUSED_S = 60.0  # as tcp_idle_timeout_s: how long connections to a real Mooncake are kept for nothing
+
+LOOK_S = 150e-6
+"""How long a submit call moves its batch itself: a short one is over by then, and a thread to move it costs more."""
 
 Notify = tuple[str, str]
 """The name and the message of a notification."""
@@ -70,9 +75,10 @@ class Target(ABC):
 class NativeTarget(Target):
     """A kvxfer engine."""
 
-    def __init__(self, engine: TransferEngine, staging: BufferPool, address: str) -> None:
+    def __init__(self, engine: TransferEngine, staging: BufferPool, address: str, senders: Senders) -> None:
         self._engine = engine
         self._staging = staging
+        self._senders = senders
         self._at = parse_host_port(address)
         self._address = address
         self._segment: Segment | None = None
@@ -87,9 +93,20 @@ class NativeTarget(Target):
             except NotRegisteredError as error:
                 if not _is_local(error):
                     raise
-        self.submit(opcode, rows, notify, timeout_s).wait()
+        self._start(opcode, rows, notify, timeout_s).wait()
 
     def submit(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> BatchTicket:
+        ticket = self._start(opcode, rows, notify, timeout_s)
+        look_until = time.monotonic() + LOOK_S
+        while not ticket.poll():
+            if time.monotonic() >= look_until:
+                with contextlib.suppress(RuntimeError):  # closed meanwhile: the engine's end is the batch's
+                    self._senders.submit(ticket.wait)
+                break
+            os.sched_yield()
+        return ticket
+
+    def _start(self, opcode: Opcode, rows: Rows, notify: Notify | None, timeout_s: float) -> BatchTicket:
         self.waits_until = max(self.waits_until, time.monotonic() + timeout_s)
         payload = None if notify is None else pack_notify(*notify)
         submit = self._engine.submit_write if opcode is Opcode.WRITE else self._engine.submit_read

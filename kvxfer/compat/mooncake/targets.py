@@ -105,7 +105,7 @@ class Targets:
                 return OwnTarget(self._engine)
             # Where a name is an address it is the way that the caller knows; the mark's may be another network's.
             address = name if self._directory.server == P2P else descriptor.kvxfer.address
-            target = NativeTarget(self._engine, self._staging, address)
+            target = NativeTarget(self._engine, self._staging, address, self._senders)
             target.segment()
             return target
         except PeerError as error:

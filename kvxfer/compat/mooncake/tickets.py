@@ -1,7 +1,7 @@
 """Submitted transfers: what a number that an asynchronous call returned stands for.
 
-A batch of the native engine moves when it is asked for; a transfer to a real Mooncake has a thread of its own. Read
-next: `target.py`, which makes them.
+What a submit call has not finished by itself goes on in a thread of `Senders`, whether its status is asked for or not.
+Read next: `target.py`, which makes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvxfer import TransferBatch
 __all__ = ["BatchTicket", "DoneTicket", "FutureTicket", "Senders", "Ticket"]
 
 SENDER_THREADS_MAX = 16
-"""Asynchronous transfers to real Mooncake processes that move at once; further ones wait for their turn."""
+"""Asynchronous transfers of one engine that move at once by themselves; further ones wait for their turn, or move when
+their status is asked for."""
 
 
 class Ticket(ABC):
@@ -46,7 +47,8 @@ class DoneTicket(Ticket):
 
 
 class BatchTicket(Ticket):
-    """A batch of the native engine. finish: what is to be done once after its end; told whether it went well."""
+    """A batch of the native engine; any number of threads may move it. finish: what is to be done once after its end;
+    told whether it went well."""
 
     def __init__(self, batch: TransferBatch, finish: Callable[[bool], None] | None) -> None:
         self.batch = batch
@@ -93,17 +95,17 @@ class FutureTicket(Ticket):
 
 
 class Senders:
-    """The threads of asynchronous batches to real Mooncake processes, from the first such batch on."""
+    """The threads that move asynchronous transfers, from the first one that needs them on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Have a thread do it."""
+        """Have a thread do it. Raises RuntimeError once they are closed."""
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(SENDER_THREADS_MAX, thread_name_prefix="kvxfer-mooncake")
+                self._pool = ThreadPoolExecutor(SENDER_THREADS_MAX, thread_name_prefix="kvxfer-sender")
             return self._pool.submit(work)
 
     def close(self) -> None:
