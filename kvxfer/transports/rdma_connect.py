@@ -29,7 +29,7 @@ from kvxfer.transports.rdma_pairing import find_route_problem
 from kvxfer.transports.rdma_queue import SendQueue, close_all
 from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
 from kvxfer.verbs.enums import Access, LinkLayer, Mtu
-from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
+from kvxfer.verbs.gid_choice import GidPair, choose_gid_pair, rank_gid_pairs
 from kvxfer.verbs.port import build_address_vector
 from kvxfer.verbs.port_offer import agree_mtu, agree_read_depth
 from kvxfer.verbs.queue_pair import QueuePairCapabilities
@@ -73,7 +73,10 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
     before = rail.number
     try:
         _check_port(rail)
-        for gids in _gid_pairs(rail):
+        gid_pairs = _gid_pairs(rail)
+        is_renewed = False
+        while gid_pairs:
+            gids = gid_pairs.pop(0)
             ladder = Ladder(_first_attributes(rail, config))
             failed: _StepFailedError | None = None
             while failed is None or time.monotonic() < deadline:
@@ -94,6 +97,9 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
                     rail.note_connected(gids, attributes, attempts)
                     return queue
             assert failed is not None
+            if failed.offer is not None and not is_renewed and rail.renew(failed.offer):
+                gid_pairs, is_renewed = _gid_pairs(rail), True
+                continue
             told = told or failed.error  # of the best pair; the others were a last resort
             if failed.step not in OF_GIDS or time.monotonic() >= deadline:
                 break
@@ -101,6 +107,7 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
         told = error  # a peer that is silent may be gone: the session finds out, and ends then
     if rail.number != before:
         link.hang_up("rdma", rail.number, min(deadline, time.monotonic() + HANG_UP_S))
+    assert told is not None
     raise _failure(rail, link, told, attempts)
 
 
@@ -135,6 +142,8 @@ def _gid_pairs(rail: Rail) -> list[GidPair | None]:
     sound = [pair for pair in pairs if not pair.is_broken][:GID_PAIRS_ASKED_MAX] or pairs[:1]
     if not sound and rail.remote.link_layer is LinkLayer.INFINIBAND:
         return [None]
+    if not sound:
+        choose_gid_pair(rail.nic.choice.offered, rail.remote.gids, device=rail.nic.name)  # raises, with both lists
     with_route = [pair for pair in sound if not find_route_problem(pair)] or sound
     return list(rail.prefer_gids(with_route)[:GID_PAIRS_MAX])
 
@@ -211,6 +220,7 @@ def _try(
             port=rail.remote_name,
             offer=dataclasses.replace(offer, gids=() if gids is None else (gids.local,)),
             gid=b"" if gids is None else gids.remote.value,
+            lid=rail.remote.lid,
             qp_num=queue_pair.number,
             psn=psn,
             attributes=attributes,
@@ -239,7 +249,7 @@ def _try(
     except BaseException as exc:
         close_all(queue_pair, completions, channel)
         if isinstance(exc, ConnectFailure):
-            raise _StepFailedError(exc.step, "remote", exc.number, exc.error) from exc
+            raise _StepFailedError(exc.step, "remote", exc.number, exc.error, exc.offer) from exc
         if isinstance(exc, VerbsError):
             raise _StepFailedError(step, "local", exc.errno or 0, exc) from exc
         if isinstance(exc, DeviceUnusableError):
@@ -257,17 +267,14 @@ def _remember(rail: Rail, attributes: QueuePairAttributes, attempts: list[Attemp
     log.warning("rdma.attribute_lowered", rail=rail.label, attempts=[str(attempt) for attempt in attempts])
 
 
-def _failure(
-    rail: Rail, link: PeerLink, error: KvxferError | None, attempts: list[Attempt]
-) -> TransportUnavailableError:
+def _failure(rail: Rail, link: PeerLink, error: KvxferError, attempts: list[Attempt]) -> TransportUnavailableError:
     told = "; ".join(dict.fromkeys(map(str, attempts)))
-    reason = error.message if error is not None else "its GIDs and the peer's do not fit"
     rail.attempts = tuple(attempts)
     return TransportUnavailableError(
-        f"{rail.label}: {reason}" + (f" Tried: {told}." if told else ""),
-        remedy=error.remedy if error is not None else "`kvxfer devices` on both hosts shows the GIDs.",
+        f"{rail.label}: {error.message}" + (f" Tried: {told}." if told else ""),
+        remedy=error.remedy,
         peer=link.label,
-        reasons={"rdma": reason},
+        reasons={"rdma": error.message},
         attempts=tuple(attempts),
         errno=attempts[-1].errno if attempts else 0,
         step=attempts[-1].step if attempts else "",
@@ -275,11 +282,12 @@ def _failure(
 
 
 class _StepFailedError(Exception):
-    """A step was refused, here or at the peer."""
+    """A step was refused, here or at the peer. offer: what the peer's port offers now, where that was the reason."""
 
-    def __init__(self, step: str, side: str, number: int, error: KvxferError) -> None:
+    def __init__(self, step: str, side: str, number: int, error: KvxferError, offer: PortOffer | None = None) -> None:
         super().__init__(error.message)
         self.step = step
         self.side = side
         self.number = number
         self.error = error
+        self.offer = offer

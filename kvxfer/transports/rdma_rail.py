@@ -102,6 +102,14 @@ class Rail:
         """Whether it is not connected, and it is time to try although others stand."""
         return self.queue is None and not self.nic.is_down and self.rests_until <= time.monotonic()
 
+    def renew(self, offer: PortOffer) -> bool:
+        """Take what the peer's port offers now; False where that is of another port, or no news."""
+        is_same_port = (offer.device, offer.port) == (self.remote.device, self.remote.port)
+        if not is_same_port or offer.link_layer is not self.remote.link_layer or offer == self.remote:
+            return False
+        self.remote = offer
+        return True
+
     def prefer_gids(self, pairs: Sequence[GidPair]) -> list[GidPair]:
         """Return pairs of GIDs in the order to try: last, oldest first, those over which a connection stood and carried
         nothing."""

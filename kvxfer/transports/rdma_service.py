@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import DeviceUnusableError, KvxferError, RemoteProtocolError, VerbsError
+from kvxfer.errors import KvxferError, RemoteProtocolError, VerbsError
 from kvxfer.log import get_logger
 from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
 from kvxfer.verbs.enums import Access, Mtu
+from kvxfer.verbs.gid import format_gid
 from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
 from kvxfer.verbs.port import build_address_vector
+from kvxfer.verbs.port_offer import PortOffer
 from kvxfer.verbs.queue_pair import QueuePair, QueuePairCapabilities
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class RdmaService:
             address = build_address_vector(
                 offer,
                 request.offer,
-                self._gids(nic, request),
+                self._find_gids(nic, request),
                 is_global=attributes.is_global,
                 hop_limit=attributes.hop_limit,
                 traffic_class=attributes.traffic_class,
@@ -167,20 +169,21 @@ class RdmaService:
         self._keep(session, request.number, queue_pair)
         return ConnectReply(queue_pair.number, psn)
 
-    def _gids(self, nic: Nic, request: ConnectRequest) -> GidPair | None:
-        """Return the pair that the peer chose, with the row where our GID is now."""
+    def _find_gids(self, nic: Nic, request: ConnectRequest) -> GidPair | None:
+        """Return the pair that the peer chose, with the row where our GID is now.
+
+        Raises ConnectFailure, with what the port offers now, where that is not what the peer knows of it.
+        """
+        offer = nic.offer()
+        if request.lid != offer.lid:
+            raise _moved(offer, f"LID {request.lid}", f"LID {offer.lid}")
         if not request.gid:
             return None
         kinds = {candidate.type for candidate in request.offer.gids}
         ours = [one for kind in kinds if (one := nic.find_candidate(request.gid, kind)) is not None]
         pairs = rank_gid_pairs(ours, request.offer.gids)
         if not pairs:
-            raise DeviceUnusableError(
-                f"{nic.name} has no usable GID {request.gid.hex()} any more; it has "
-                f"{', '.join(map(str, nic.choice.offered))}.",
-                remedy="An address was taken away or moved; the next connection takes the GIDs there are then.",
-                device=nic.name,
-            )
+            raise _moved(offer, f"usable GID {format_gid(request.gid)}", ", ".join(map(str, offer.gids)))
         return pairs[0]
 
     def _keep(self, session: str, number: int, queue_pair: QueuePair) -> None:
@@ -221,3 +224,11 @@ class RdmaService:
                     queue_pair.close()
             except KvxferError as error:
                 log.warning("rdma.close_failed", error=error.message)
+
+
+def _moved(offer: PortOffer, asked: str, held: str) -> ConnectFailure:
+    reason = KvxferError(
+        f"{offer} has no {asked} any more; it has {held}.",
+        remedy="An address was taken away or moved; `kvxfer devices` there shows what the port has now.",
+    )
+    return ConnectFailure("address", 0, reason, offer)

@@ -20,6 +20,7 @@ __all__ = ["ConnectFailure", "ConnectReply", "ConnectRequest", "random_psn"]
 
 QP_NUM_MAX = PSN_MAX = (1 << 24) - 1
 GID_NBYTES = 16
+LID_MAX = 0xFFFF
 NUMBER_MAX = 1 << 62
 NAME_LENGTH_MAX = 80
 STEPS = ("create", "INIT", "RTR", "RTS", "address", "port")
@@ -31,14 +32,15 @@ class ConnectRequest:
 
     number: what the connection is called from now on, chosen by who asks, so that it can be hung up even where the
     reply never came. port: the peer's, as it offered it. offer: our port, with the one GID that is used. gid: the
-    peer's that is used; empty on InfiniBand without one. replaces: the number of the connection that this one takes the
-    place of, or 0.
+    peer's that is used; empty on InfiniBand without one. lid: the peer's, as it offered it, 0 on Ethernet. replaces:
+    the number of the connection that this one takes the place of, or 0.
     """
 
     number: int
     port: str
     offer: PortOffer
     gid: bytes
+    lid: int
     qp_num: int
     psn: int
     attributes: QueuePairAttributes
@@ -51,6 +53,7 @@ class ConnectRequest:
             "port": self.port,
             "offer": self.offer.to_json(),
             "gid": self.gid.hex(),
+            "lid": self.lid,
             "qp_num": self.qp_num,
             "psn": self.psn,
             "attributes": self.attributes.to_json(),
@@ -65,6 +68,7 @@ class ConnectRequest:
             port=take_name(body, "port", NAME_LENGTH_MAX),
             offer=PortOffer.from_json(take_object(body.get("offer"), "offer")),
             gid=b"" if body.get("gid") == "" else take_hex(body, "gid", GID_NBYTES),
+            lid=take_int(body, "lid", 0, LID_MAX),
             qp_num=take_int(body, "qp_num", 0, QP_NUM_MAX),
             psn=take_int(body, "psn", 0, PSN_MAX),
             attributes=_attributes_from_json(take_object(body.get("attributes"), "attributes")),
@@ -93,13 +97,17 @@ class ConnectReply:
 
 
 class ConnectFailure(Exception):  # noqa: N818  an answer, which becomes the caller's error
-    """The other side could not make its end: in which step, with which errno, in its own words."""
+    """The other side could not make its end: in which step, with which errno, in its own words.
 
-    def __init__(self, step: str, number: int, error: KvxferError) -> None:
+    offer: what its port offers now, where it was asked for what the port does not have any more.
+    """
+
+    def __init__(self, step: str, number: int, error: KvxferError, offer: PortOffer | None = None) -> None:
         super().__init__(error.message)
         self.step = step
         self.number = number
         self.error = error
+        self.offer = offer
 
     def to_json(self) -> dict[str, Any]:
         """Return the body."""
@@ -109,12 +117,14 @@ class ConnectFailure(Exception):  # noqa: N818  an answer, which becomes the cal
                 "errno": self.number,
                 "message": clean(self.error.message, 2000),
                 "remedy": clean(self.error.remedy, 800),
+                "offer": None if self.offer is None else self.offer.to_json(),
             }
         }
 
     @classmethod
     def from_json(cls, failed: Mapping[str, Any], peer: str) -> ConnectFailure:
-        """Return what the peer told."""
+        """Return what the peer told. Raises RemoteProtocolError for an offer that makes no sense."""
+        offer = failed.get("offer")
         step = failed.get("step")
         number = failed.get("errno")
         message, remedy = failed.get("message"), failed.get("remedy")
@@ -126,6 +136,7 @@ class ConnectFailure(Exception):  # noqa: N818  an answer, which becomes the cal
                 remedy=clean(remedy, 800) if isinstance(remedy, str) else "",
                 peer=peer,
             ),
+            None if offer is None else PortOffer.from_json(take_object(offer, "offer")),
         )
 
 

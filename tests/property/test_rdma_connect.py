@@ -190,6 +190,7 @@ def _request() -> dict[str, Any]:
         "port": "mlx5_0:1",
         "offer": offer,
         "gid": "",
+        "lid": 5,
         "qp_num": 17,
         "psn": 1,
         "attributes": attributes,

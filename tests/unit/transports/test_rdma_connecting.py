@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from kvxfer.errors import ClosedError, KvxferError, PeerUnreachableError, TransportUnavailableError
 from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.transports.rdma_connect import what_worked
-from kvxfer.verbs.enums import GidType, LinkLayer, Mtu, PortState, QueuePairState
+from kvxfer.verbs.enums import EventType, GidType, LinkLayer, Mtu, PortState, QueuePairState
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_verbs import (
     GIB,
@@ -351,7 +351,7 @@ def test_a_peer_that_cannot_make_a_queue_pair_says_why(hosts: FakeHosts) -> None
 
 def test_a_bug_at_the_peer_is_an_answer_too(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = hosts.pair(connectx(address=A), connectx(address=B))
-    monkeypatch.setattr("kvxfer.transports.rdma_service.RdmaService._gids", lambda *_: 1 // 0)
+    monkeypatch.setattr("kvxfer.transports.rdma_service.RdmaService._find_gids", lambda *_: 1 // 0)
 
     with pytest.raises(TransportUnavailableError, match="ZeroDivisionError"):
         pair.open()
@@ -421,6 +421,45 @@ def test_a_gid_that_moves_to_another_row_is_found_again(hosts: FakeHosts) -> Non
 
     assert [qp.address["sgid_index"] for side in pair.queue_pairs() for qp in side] == [5, 5]
     check_connected(pair)
+
+
+def test_an_address_of_the_peer_that_changed_is_learned_without_opening_anew(hosts: FakeHosts) -> None:
+    """DHCP, a fail-over: the old address is gone, and the peer tells its new one when it is asked for the old."""
+    pair = hosts.pair(erdma(address=A), erdma(address=B))
+    pair.open()
+    pair.write()
+
+    pair.libraries[1].devices[0].nic.ports[0].gids[0] = gid("10.10.7.7", ndev="eth0")
+    pair.libraries[1].raise_event("erdma_0", EventType.GID_CHANGE, 1)
+
+    check_connected(pair)
+    assert "10.10.7.7" in pair.rails[0]["remote_gid"]
+
+
+def test_a_lid_of_the_peer_that_changed_is_learned_without_opening_anew(hosts: FakeHosts) -> None:
+    """Another subnet manager took over."""
+    pair = hosts.pair(infiniband(lid=0x120), infiniband(lid=0x121))
+    pair.open()
+
+    pair.libraries[1].devices[0].nic.ports[0].lid = 0x321
+    pair.libraries[1].raise_event("mlx5_0", EventType.LID_CHANGE, 1)
+
+    check_connected(pair)
+    assert pair.queue_pairs()[0][0].address["dlid"] == 0x321
+
+
+def test_an_address_that_was_taken_away_is_told_with_those_there_are(hosts: FakeHosts) -> None:
+    """The peer has IPv6 only now, and this end IPv4 only."""
+    pair = hosts.pair(erdma(address=A), erdma(address=B), connect_timeout_s=0.3)
+    pair.open()
+    pair.libraries[1].devices[0].nic.ports[0].gids[0] = gid("2001:db8::7", ndev="eth0")
+    pair.libraries[1].raise_event("erdma_0", EventType.GID_CHANGE, 1)
+
+    with pytest.raises(KvxferError):
+        pair.write()
+
+    assert "2001:db8::7" in pair.rails[0]["trouble"]
+    assert A in pair.rails[0]["trouble"]
 
 
 def test_a_zero_gid_is_no_gid(hosts: FakeHosts) -> None:
