@@ -16,7 +16,8 @@ from kvxfer.cli.rail_check import RailReport, check_rails
 from kvxfer.cli.table import Style, draw_table, format_gbps, format_size
 from kvxfer.errors import KvxferError, TransportUnavailableError
 from kvxfer.transports.rdma import RdmaTransport, read_card
-from kvxfer.transports.rdma_connect import best_attributes, what_worked
+from kvxfer.transports.rdma_connect import best_attributes
+from kvxfer.transports.rdma_worked import what_worked
 
 if TYPE_CHECKING:
     from kvxfer.engine import TransferEngine

@@ -9,11 +9,8 @@ peer may have made for them it is told to drop. Read next: `rdma_mender.py`, whi
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
-import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import (
@@ -28,6 +25,7 @@ from kvxfer.transports.rdma_ladder import Attempt, Ladder, QueuePairAttributes
 from kvxfer.transports.rdma_pairing import find_route_problem
 from kvxfer.transports.rdma_queue import SendQueue, close_all
 from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
+from kvxfer.transports.rdma_worked import lower_to_what_worked, note_what_worked
 from kvxfer.verbs.enums import Access, LinkLayer, Mtu
 from kvxfer.verbs.gid_choice import GidPair, choose_gid_pair, rank_gid_pairs
 from kvxfer.verbs.port import build_address_vector
@@ -42,24 +40,18 @@ if TYPE_CHECKING:
     from kvxfer.transports.rdma_rail import Rail
     from kvxfer.verbs.port_offer import PortOffer
 
-__all__ = ["best_attributes", "connect", "forget_what_worked", "what_worked"]
+__all__ = ["best_attributes", "connect"]
 
 GID_PAIRS_MAX = 4
 """Pairs of GIDs that are tried on one rail before the next."""
 OF_GIDS = ("address", "RTR", "RTS")
 """Steps that may go well with another pair of GIDs."""
-WORKED_MAX = 1024
-"""Pairs of kinds that are remembered; half of a key is the peer's word."""
 HANG_UP_S = 0.5
 """How long the peer has to say that it dropped what a failed try may have left there."""
 
 log = get_logger(__name__)
 
 _numbers = itertools.count(1)
-_worked: dict[tuple[str, str], QueuePairAttributes] = {}
-"""What the ladder ended with, for each two kinds of device (vendor, part, firmware): where the next connection
-begins."""
-_worked_lock = threading.Lock()
 
 
 def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -> SendQueue:
@@ -71,13 +63,14 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
     attempts: list[Attempt] = []
     told: KvxferError | None = None
     before = rail.number
+    kinds = rail.nic.kind, rail.remote_kind
     try:
         _check_port(rail)
         gid_pairs = _gid_pairs(rail)
         is_renewed = False
         while gid_pairs:
             gids = gid_pairs.pop(0)
-            ladder = Ladder(_first_attributes(rail, config))
+            ladder = Ladder(lower_to_what_worked(kinds, best_attributes(rail.nic, rail.remote, config)))
             failed: _StepFailedError | None = None
             while failed is None or time.monotonic() < deadline:
                 attributes = ladder.attributes
@@ -92,8 +85,10 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
                     if not change:
                         break
                 else:
+                    note_what_worked(kinds, ladder.first, attributes, attempts)
                     if attributes != ladder.first:
-                        _remember(rail, attributes, attempts)
+                        told_of = [str(attempt) for attempt in attempts]
+                        log.warning("rdma.attribute_lowered", rail=rail.label, attempts=told_of)
                     rail.note_connected(gids, attributes, attempts)
                     return queue
             assert failed is not None
@@ -109,18 +104,6 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
         link.hang_up("rdma", rail.number, min(deadline, time.monotonic() + HANG_UP_S))
     assert told is not None
     raise _failure(rail, link, told, attempts)
-
-
-def forget_what_worked() -> None:
-    """Begin every ladder at its top again; for tests."""
-    with _worked_lock:
-        _worked.clear()
-
-
-def what_worked() -> Mapping[tuple[str, str], QueuePairAttributes]:
-    """Return what the ladder ended with, by the kinds of both devices; for the doctor."""
-    with _worked_lock:
-        return dict(_worked)
 
 
 def _check_port(rail: Rail) -> None:
@@ -163,23 +146,6 @@ def best_attributes(nic: Nic, remote: PortOffer, config: EngineConfig) -> QueueP
         traffic_class=config.rdma_traffic_class,
         service_level=config.rdma_service_level,
         is_global=True if offer.link_layer is LinkLayer.ETHERNET else None,
-    )
-
-
-def _first_attributes(rail: Rail, config: EngineConfig) -> QueuePairAttributes:
-    """The best there is; lower where that is known not to work on such devices."""
-    first = best_attributes(rail.nic, rail.remote, config)
-    with _worked_lock:
-        known = _worked.get((rail.nic.kind, rail.remote_kind))
-    if known is None:
-        return first
-    return dataclasses.replace(
-        first,
-        path_mtu=min(first.path_mtu, known.path_mtu),
-        read_depth=min(first.read_depth, known.read_depth),
-        send_depth=min(first.send_depth, known.send_depth),
-        hop_limit=known.hop_limit,
-        is_global=known.is_global,
     )
 
 
@@ -255,16 +221,6 @@ def _try(
         if isinstance(exc, DeviceUnusableError):
             raise _StepFailedError(step, "local", 0, exc) from exc
         raise
-
-
-def _remember(rail: Rail, attributes: QueuePairAttributes, attempts: list[Attempt]) -> None:
-    # ENOMEM is a want of the moment, not the nature of the device
-    if all(attempt.errno != errno.ENOMEM for attempt in attempts):
-        with _worked_lock:
-            if len(_worked) >= WORKED_MAX:
-                _worked.clear()
-            _worked[rail.nic.kind, rail.remote_kind] = attributes
-    log.warning("rdma.attribute_lowered", rail=rail.label, attempts=[str(attempt) for attempt in attempts])
 
 
 def _failure(rail: Rail, link: PeerLink, error: KvxferError, attempts: list[Attempt]) -> TransportUnavailableError:

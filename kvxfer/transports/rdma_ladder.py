@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LADDER", "Attempt", "Ladder", "QueuePairAttributes"]
+from kvxfer.verbs.library import errno_name
+
+__all__ = ["FINAL_ERRNOS", "LADDER", "Attempt", "Ladder", "QueuePairAttributes"]
 
 MTU_STEPS = (4096, 2048, 1024, 512, 256)
 READ_DEPTH_STEPS = (16, 4, 1)
@@ -62,7 +64,7 @@ class Attempt:
     change: str
 
     def __str__(self) -> str:
-        name = errno.errorcode.get(self.errno, str(self.errno)) if self.errno else "refused"
+        name = errno_name(self.errno) if self.errno else "refused"
         return f"{self.step} ({self.side}) {name}; {self.change}"
 
 
@@ -93,22 +95,24 @@ _send_depth = _step_down("send_depth", SEND_DEPTH_STEPS)
 
 _Lower = Callable[[QueuePairAttributes], QueuePairAttributes | None]
 
-LADDER: Mapping[str, tuple[tuple[frozenset[int], _Lower], ...]] = {
+LADDER: Mapping[str, tuple[_Lower, ...]] = {
     # The product of requests and their size is bounded, not each alone; a device has room for so many queues.
-    "create": ((frozenset({errno.EINVAL, errno.ENOMEM}), _send_depth),),
+    "create": (_send_depth,),
     "RTR": (
         # A read depth above the device's, or above what is left of a budget for the whole device (Ionic).
-        (frozenset({errno.EINVAL, errno.ENOMEM}), _read_depth),
+        _read_depth,
         # An InfiniBand port that wants a global route header and does not say so.
-        (frozenset({errno.EINVAL}), _with_global_route),
-        (frozenset({errno.EINVAL}), _other_hop_limit),
+        _with_global_route,
+        _other_hop_limit,
         # An active MTU that the port does not carry after all.
-        (frozenset({errno.EINVAL}), _path_mtu),
+        _path_mtu,
     ),
-    "RTS": ((frozenset({errno.EINVAL, errno.ENOMEM}), _read_depth),),
+    "RTS": (_read_depth,),
 }
-"""For each step: on which errno which attribute is lowered, what costs least first. Source: docs/rdma.md, "The
-ladder"."""
+"""For each step: which attributes are lowered, what costs least first. Source: docs/rdma.md, "The ladder"."""
+FINAL_ERRNOS = frozenset({errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENODEV, errno.EPERM})
+"""What no attribute helps with: the network does not answer, the device is gone, this process may not. For all else
+drivers have no common word: beside EINVAL and ENOMEM they say EOPNOTSUPP, ERANGE, E2BIG, ENOSPC and EIO."""
 
 
 class Ladder:
@@ -141,7 +145,7 @@ class Ladder:
 
 
 def _rungs(base: QueuePairAttributes, step: str, number: int) -> Iterator[QueuePairAttributes]:
-    ways = [lower for numbers, lower in LADDER.get(step, ()) if number in numbers]
+    ways = () if number in FINAL_ERRNOS or not number else LADDER.get(step, ())
     lowest = base
     for lower in ways:
         alone = base

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvxfer import Segment, TransferEngine
 from kvxfer.config import EngineConfig
 from kvxfer.transports.rdma import RdmaTransport
-from kvxfer.transports.rdma_connect import forget_what_worked
+from kvxfer.transports.rdma_worked import forget_what_worked
 from kvxfer.verbs.routes import Route
 from tests.support.fake_verbs import FakeFabric, FakeLibrary, FakeNic, FakeQueuePair
 

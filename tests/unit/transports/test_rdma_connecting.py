@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from kvxfer.errors import ClosedError, KvxferError, PeerUnreachableError, TransportUnavailableError
 from kvxfer.transports.rdma import RdmaTransport
-from kvxfer.transports.rdma_connect import what_worked
+from kvxfer.transports.rdma_worked import what_worked
 from kvxfer.verbs.enums import EventType, GidType, LinkLayer, Mtu, PortState, QueuePairState
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_verbs import (
@@ -275,8 +275,80 @@ def test_only_the_rights_that_are_used_are_given(hosts: FakeHosts) -> None:
     assert ours.attributes["sq_psn"] == theirs.attributes["rq_psn"]
 
 
+OTHER_WORDS = [errno.EOPNOTSUPP, errno.ERANGE, errno.E2BIG, errno.ENOSPC, errno.EIO]
+
+
+@pytest.mark.parametrize("number", OTHER_WORDS, ids=errno.errorcode.__getitem__)
+@pytest.mark.parametrize(
+    ("side", "verb", "nth", "change"),
+    [(0, "ibv_create_qp", 1, "send_depth 256 -> 128"), (1, "ibv_modify_qp", 2, "read_depth 16 -> 4")],
+    ids=["create", "RTR"],
+)
+def test_attributes_are_lowered_whatever_number_a_driver_refuses_with(
+    hosts: FakeHosts, side: int, verb: str, nth: int, change: str, number: int
+) -> None:
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+    pair.libraries[side].fail(verb, number, nth=nth)
+
+    with capture_logs() as events:
+        pair.open()
+
+    assert change in changes(events)[0]
+    check_connected(pair)
+
+
+@pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENODEV], ids=errno.errorcode.get)
+def test_no_attribute_is_lowered_for_a_network_that_does_not_answer(hosts: FakeHosts, number: int) -> None:
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+    pair.libraries[0].fail("ibv_modify_qp", number, nth=2)
+
+    pair.open()
+
+    assert pair.rails[0]["attributes"]["read_depth"] == 16
+    assert all(" -> " not in attempt for attempt in pair.rails[0]["attempts"])
+    assert pair.rails[0]["gids"].startswith("fe80")  # the next pair
+
+
+def test_an_errno_with_two_names_is_told_by_the_one_that_drivers_use(hosts: FakeHosts) -> None:
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+    pair.libraries[0].fail("ibv_create_qp", errno.EOPNOTSUPP)
+
+    pair.open()
+
+    assert pair.rails[0]["attempts"] == ["create (local) EOPNOTSUPP; send_depth 256 -> 128"]
+
+
+def test_what_had_to_be_lowered_once_is_not_remembered(hosts: FakeHosts) -> None:
+    """A passing cause would cost every later connection its speed."""
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+    pair.libraries[1].fail("ibv_modify_qp", errno.EINVAL, nth=2)
+    pair.open()
+    assert pair.rails[0]["attributes"]["read_depth"] == 4
+    pair.segment.close()
+
+    pair.open()
+
+    assert pair.rails[0]["attributes"]["read_depth"] == 16
+    assert not what_worked()
+
+
+def test_what_was_remembered_does_not_overrule_a_setting(hosts: FakeHosts) -> None:
+    """Two connections needed a hop limit of 255; who asks for 10 since then gets 10."""
+    there = connectx(address=B, hop_limits=(255, 255))
+    pair = hosts.pair(connectx(address=A), there)
+    for _ in range(2):
+        pair.open().close()
+    assert {worked.hop_limit for worked in what_worked().values()} == {255}
+    there.hop_limits = (0, 255)
+
+    hosts.engine("a", rdma_hop_limit=10).open_segment(pair.b.address)
+
+    assert [qp.address["hop_limit"] for qp in pair.queue_pairs()[0]] == [10]
+
+
 def test_what_worked_is_remembered_for_the_kind_of_device(hosts: FakeHosts) -> None:
     pair = hosts.pair(connectx(address=A), connectx(address=B, read_depth_max=1))
+    pair.open().close()
     pair.open()
     used = {side: library.calls["ibv_modify_qp"] for side, library in hosts.libraries.items()}
     pair.segment.close()
