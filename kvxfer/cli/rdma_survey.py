@@ -202,7 +202,9 @@ def survey_device(
     sysfs = SysfsDevice(device.name, root)
     try:
         with device.open() as context:
-            verdicts = judge_ports(context.ports(), device.transport_type, config.rdma_devices)
+            verdicts = judge_ports(
+                context.ports(), device.transport_type, config.rdma_devices, vendor_id=context.limits.vendor_id
+            )
             ports = tuple(
                 _survey_port(context, verdict.port, verdict.reason, sysfs, config, interfaces, destination)
                 for verdict in verdicts

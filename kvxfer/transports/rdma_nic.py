@@ -235,7 +235,9 @@ def find_nics(context: Context, config: EngineConfig, used: Sequence[Nic] = ()) 
     nics: list[Nic] = []
     numbers = [nic.port.number for nic in used]
     ports = [port for port in context.ports() if port.number not in numbers]
-    verdicts = judge_ports(ports, context.device.transport_type, config.rdma_devices)
+    verdicts = judge_ports(
+        ports, context.device.transport_type, config.rdma_devices, vendor_id=context.limits.vendor_id
+    )
     refusals |= {f"{context.name}:{one.port.number}": one.reason for one in verdicts if not one.is_usable}
     usable = [one.port for one in verdicts if one.is_usable]
     if usable:

@@ -15,6 +15,7 @@ from kvxfer.transports.rdma_near import rail_distance
 from kvxfer.transports.rdma_rail import Rail
 from kvxfer.verbs.gid_candidate import NetdevState
 from kvxfer.verbs.gid_choice import GidPair
+from kvxfer.verbs.port import find_router_problem
 from kvxfer.verbs.port_offer import PortOffer
 from kvxfer.verbs.rails import match_ports, rank_port_pairs
 from kvxfer.verbs.routes import find_route
@@ -72,12 +73,14 @@ def pair_rails(
 
 
 def find_route_problem(gids: GidPair) -> str:
-    """Return why packets cannot get from one GID to the other, where the kernel's tables say so.
+    """Return why packets cannot get from one GID to the other, where the kernel's tables, or the GIDs, say so.
 
     Of a GID whose interface is in another network namespace, or not known, ours say nothing.
     """
     local = gids.local
-    if local.is_infiniband or local.state is not NetdevState.UP or not gids.rank.is_other_subnet:
+    if local.is_infiniband:
+        return find_router_problem(gids)
+    if local.state is not NetdevState.UP or not gids.rank.is_other_subnet:
         return ""
     return find_route(local.address, gids.remote.address, interface=local.netdev).problem
 

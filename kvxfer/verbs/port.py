@@ -26,6 +26,8 @@ __all__ = [
     "build_address_vector",
     "check_wanted",
     "choose_port",
+    "find_router_lid",
+    "find_router_problem",
     "judge_ports",
 ]
 
@@ -36,6 +38,8 @@ SERVICE_LEVEL_MAX = 15
 BYTE_MAX = 255
 FLOW_LABEL_MAX = (1 << 20) - 1
 ZERO_GID = bytes(16)
+ALIBABA = 0x1DED
+"""Vendor of eRDMA, which is an iWARP device unless its module was loaded with compat_mode=1."""
 NOT_WANTED = "not in rdma_devices"
 
 
@@ -78,10 +82,15 @@ class AddressVector:
 
 
 def judge_ports(
-    ports: Iterable[Port], transport_type: TransportType, wanted: Sequence[DevicePort] | None = None
+    ports: Iterable[Port],
+    transport_type: TransportType,
+    wanted: Sequence[DevicePort] | None = None,
+    *,
+    vendor_id: int = 0,
 ) -> list[PortVerdict]:
-    """Return the verdict on each port of one device. wanted: the user's filter; None for every port."""
-    return [_judge(port, transport_type, wanted) for port in ports]
+    """Return the verdict on each port of one device. wanted: the user's filter; None for every port. vendor_id: of the
+    device, for a hint."""
+    return [_judge(port, _why_never(port, transport_type, wanted, vendor_id)) for port in ports]
 
 
 def choose_port(device: str, verdicts: Sequence[PortVerdict]) -> Port:
@@ -126,7 +135,8 @@ def build_address_vector(
 
     gids: the pair that was chosen; may be None on InfiniBand inside one subnet, where the LID is enough.
     is_global: whether there is a global route header (GRH); None for what the links need: always on Ethernet, on
-    InfiniBand where a port demands it or the subnets differ. Source: InfiniBand specification 1.4, 11.2.5.2.
+    InfiniBand where a port demands it or the subnets differ; there packets go to a router, by the LID that the peer's
+    GID names. Source: InfiniBand specification 1.4, 11.2.5.2.
     """
     if local.link_layer is not remote.link_layer:
         raise _refuse(local, f"its link is {local.link_layer}, the peer's ({remote}) is {remote.link_layer}")
@@ -135,8 +145,7 @@ def build_address_vector(
         is_global = (
             is_ethernet or local.needs_grh or remote.needs_grh or (gids is not None and gids.rank.is_other_subnet)
         )
-    if not is_ethernet and not 1 <= remote.lid <= LID_UNICAST_MAX:
-        raise _refuse(local, f"the peer ({remote}) has LID {remote.lid}, which no subnet manager gives")
+    dlid = 0 if is_ethernet else _find_dlid(local, remote, gids, is_global=is_global)
     for name, value, high in (
         ("hop_limit", hop_limit, BYTE_MAX),
         ("traffic_class", traffic_class, BYTE_MAX),
@@ -145,11 +154,8 @@ def build_address_vector(
     ):
         if not 0 <= value <= high:
             raise _refuse(local, f"{name} {value} is outside 0..{high}")
-    vector = AddressVector(
-        port=local.port, is_global=is_global, dlid=0 if is_ethernet else remote.lid, sl=service_level
-    )
     if not is_global:
-        return vector
+        return AddressVector(port=local.port, is_global=False, dlid=dlid, sl=service_level)
     index = gids.local.index if gids else None
     if gids is None or gids.remote.value == ZERO_GID or index is None:
         side = "this end" if gids is not None and index is None else "the peer"
@@ -164,20 +170,48 @@ def build_address_vector(
         hop_limit=hop_limit,
         traffic_class=traffic_class,
         flow_label=flow_label,
-        dlid=vector.dlid,
+        dlid=dlid,
         sl=service_level,
     )
 
 
-def _judge(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None) -> PortVerdict:
-    never = _why_never(port, transport_type, wanted)
+def find_router_problem(gids: GidPair) -> str:
+    """Return why packets cannot get from one InfiniBand GID to the other, or "": another subnet needs a router."""
+    if not gids.rank.is_other_subnet or find_router_lid(gids.remote.value):
+        return ""
+    return f"{gids.remote} is in another subnet, and has no LID of a router in it (FLID)"
+
+
+def find_router_lid(gid: bytes) -> int:
+    """Return the LID by which the routers of a fabric lead to a GID of another subnet; 0 where it has none.
+
+    Source: NVIDIA's InfiniBand routers put it into the subnet prefix (FLID); NCCL reads it there (net_ib).
+    """
+    return int.from_bytes(gid[4:6], "big")
+
+
+def _find_dlid(local: PortOffer, remote: PortOffer, gids: GidPair | None, *, is_global: bool) -> int:
+    """Return the LID to send to; raises DeviceUnusableError where there is none."""
+    if gids is not None and gids.rank.is_other_subnet:
+        problem = find_router_problem(gids)
+        if problem:
+            raise _refuse(local, problem)
+        return find_router_lid(gids.remote.value)
+    # A port that demands a global header may have no LID of its own.
+    least = 0 if is_global and remote.needs_grh else 1
+    if not least <= remote.lid <= LID_UNICAST_MAX:
+        raise _refuse(local, f"the peer ({remote}) has LID {remote.lid}, which no subnet manager gives")
+    return remote.lid
+
+
+def _judge(port: Port, never: str) -> PortVerdict:
     if never:
         return PortVerdict(port, never)
     reason = _why_not_now(port)
     return PortVerdict(port, reason, may_change=bool(reason))
 
 
-def _why_never(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None) -> str:
+def _why_never(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None, vendor_id: int) -> str:
     """Why a port never carries data for us; "" where it may."""
     named = [item for item in wanted or () if item.device == port.device]
     if wanted is not None and not any(item.port in (None, port.number) for item in named):
@@ -185,7 +219,8 @@ def _why_never(port: Port, transport_type: TransportType, wanted: Sequence[Devic
     if transport_type not in (TransportType.IB, TransportType.IWARP, TransportType.UNKNOWN):
         return f"unsupported ({transport_type}, such as EFA): it has no RC queue pairs"
     if transport_type is TransportType.IWARP or port.link_layer is LinkLayer.UNSPECIFIED:
-        return "unsupported (iWARP): its queue pairs need a connection manager"
+        hint = "; load erdma with compat_mode=1, which has RoCE" if vendor_id == ALIBABA else ""
+        return f"unsupported (iWARP): its queue pairs need a connection manager{hint}"
     return ""
 
 

@@ -290,11 +290,13 @@ def ionic(name: str = "ionic_0", address: str = "10.10.0.1", ndev: str = "eth0",
 
 
 def erdma(name: str = "erdma_0", address: str = "10.10.0.1", ndev: str = "eth0", **changes: Any) -> FakeNic:
-    """Return an Alibaba eRDMA: 64 GiB per registration and not much more in all, 96 bytes inline."""
+    """Return an Alibaba eRDMA: 64 GiB per registration and not much more in all, 96 bytes inline.
+
+    It is so with compat_mode=1; otherwise it is an iWARP device: `iwarp(vendor_id=0x1DED)`.
+    """
     defaults: dict[str, Any] = {
         "name": name,
         "ports": [FakePort({0: gid(address, ndev=ndev)}, gid_tbl_len=1)],
-        "node_type": NodeType.RNIC,
         "fw_ver": "0.3.0",
         "vendor_id": 0x1DED,
         "vendor_part_id": 0x107F,

@@ -67,6 +67,14 @@ def test_partitions_of_an_infiniband_port_are_shown(tmp_path: Path, capsys: pyte
     ]
 
 
+def test_erdma_that_is_in_its_iwarp_mode_says_how_to_change_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(tmp_path, iwarp("erdma_0", vendor_id=0x1DED))
+
+    assert "load erdma with compat_mode=1" in " ".join(capsys.readouterr().out.split())
+
+
 def test_port_that_cannot_be_used_says_why_and_is_exit_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

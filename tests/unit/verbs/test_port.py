@@ -51,6 +51,12 @@ def test_port_that_cannot_carry_says_why(transport: TransportType, values: dict[
     assert reason in verdict.reason
 
 
+def test_erdma_that_is_in_its_iwarp_mode_says_how_to_change_that() -> None:
+    (verdict,) = judge_ports([port()], TransportType.IWARP, vendor_id=0x1DED)
+
+    assert verdict.reason.endswith("load erdma with compat_mode=1, which has RoCE")
+
+
 @pytest.mark.parametrize(
     ("wanted", "numbers"), [("mlx5_0:2", [2]), ("mlx5_0", [1, 2]), ("mlx5_1", []), ("mlx5_1:1,mlx5_0:1", [1])]
 )
@@ -124,11 +130,30 @@ def test_port_that_demands_a_global_route_gets_one(at_peer: bool) -> None:
     assert (vector.is_global, vector.dgid, vector.sgid_index, vector.dlid) == (True, gid("fe80::2"), 0, 2)
 
 
-def test_other_subnet_of_infiniband_gets_a_global_route() -> None:
-    """B18."""
+def test_other_subnet_of_infiniband_is_reached_by_the_router_that_its_gid_names() -> None:
+    """B18: a LID counts in its own subnet only. The router's (FLID 0x4001) is in the subnet prefix."""
+    theirs = offer("b", candidate("fec0:0:4001::2", IB), link=INFINIBAND, lid=2)
+
+    vector = build_address_vector(IB_OURS, theirs, choose_gid_pair(IB_OURS.gids, theirs.gids))
+
+    assert (vector.is_global, vector.dlid) == (True, 0x4001)
+
+
+def test_other_subnet_of_infiniband_without_a_router_is_refused() -> None:
+    """Its LID would lead to a stranger in our subnet."""
     theirs = offer("b", candidate("fec0::2", IB), link=INFINIBAND, lid=2)
 
-    assert build_address_vector(IB_OURS, theirs, choose_gid_pair(IB_OURS.gids, theirs.gids)).is_global
+    with pytest.raises(DeviceUnusableError, match=r"in another subnet.*FLID"):
+        build_address_vector(IB_OURS, theirs, choose_gid_pair(IB_OURS.gids, theirs.gids))
+
+
+def test_port_without_a_lid_that_demands_a_global_route_is_addressed_by_its_gid() -> None:
+    """It counts as usable, so that it must be addressed as well."""
+    theirs = offer("b", *IB_THEIRS.gids, link=INFINIBAND, lid=0, needs_grh=True)
+
+    vector = build_address_vector(IB_OURS, theirs, IB_PAIR)
+
+    assert (vector.is_global, vector.dgid, vector.dlid) == (True, gid("fe80::2"), 0)
 
 
 def test_global_route_can_be_tried_where_the_port_does_not_say_so() -> None:
