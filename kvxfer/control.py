@@ -276,7 +276,9 @@ def connect(target: HostPort, config: EngineConfig, deadline: float) -> socket.s
         if last is not None and (last.errno not in RETRY_ERRNOS or now + pause >= deadline):
             raise PeerUnreachableError(
                 f"connecting to {label} failed after {now - started:.1f} s and {tries} tries: {last.strerror}.",
-                remedy=_CONNECT_REMEDY.get(last.errno or 0, "Check the address and the network between the two hosts."),
+                remedy=_CONNECT_REMEDY.get(last.errno or 0)
+                or remedy_for(last.errno)
+                or "Check the address and the network between the two hosts.",
                 peer=label,
                 errno=last.errno,
                 elapsed_s=now - started,
@@ -292,7 +294,6 @@ _CONNECT_REMEDY = {
     "network's. Try `kvxfer doctor --peer HOST:PORT` from here.",
     errno.EADDRNOTAVAIL: "This host has no free local port for the connection (net.ipv4.ip_local_port_range), or the "
     "address cannot be reached from it.",
-    errno.EMFILE: "This process has no free file descriptor: raise `ulimit -n`.",
     errno.EACCES: "A local security policy forbids the connection.",
     errno.EHOSTUNREACH: "There is no route to that host now.",
     errno.ENETUNREACH: "There is no route to that network: check the address and this host's routes.",

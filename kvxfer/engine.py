@@ -39,7 +39,7 @@ class TransferEngine:
     closes it.
 
     Raises ConfigError for a setting that cannot be meant, TransportUnavailableError if none of the wanted transports
-    works on this machine.
+    works on this machine, ResourceLimitError where there is no file descriptor or thread left for it.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -107,7 +107,7 @@ class TransferEngine:
     def allocate(self, nbytes: int, *, name: str = "", rights: Rights = Rights.ALL) -> Region:
         """Return new registered memory that peers on this host can map: page-aligned, zeroed, `Region.array` is it.
 
-        Raises AllocationError where there is not so much memory.
+        Raises AllocationError where there is not so much memory, ResourceLimitError where no file descriptor is left.
         """
         self._check()
         return self._runtime.registry.allocate(nbytes, name, rights)
@@ -148,8 +148,8 @@ class TransferEngine:
         transports: only these, in this order; None for the engine's own. Calls for one address share one connection,
         and a segment that is open already is returned again.
 
-        Raises PeerUnreachableError, HandshakeTimeoutError, AuthenticationError, PeerRefusedError, or
-        TransportUnavailableError when no wanted transport reaches the peer; each says why.
+        Raises PeerUnreachableError, HandshakeTimeoutError, AuthenticationError, PeerRefusedError,
+        TransportUnavailableError when no wanted transport reaches the peer, or ResourceLimitError; each says why.
         """
         self._check()
         return self._segments.open(address, transports)

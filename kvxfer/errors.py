@@ -21,7 +21,8 @@ KvxferError
 │  │  └─ VerbsDeviceFilesError        there are devices, but no /dev/infiniband (a container)
 │  ├─ DeviceNotFoundError             the device that was named does not exist
 │  ├─ DeviceUnusableError             the device exists and cannot carry data (.device, .reason)
-│  └─ AllocationError                 the memory asked for is not there
+│  ├─ AllocationError                 the memory asked for is not there
+│  └─ ResourceLimitError              there is no file descriptor, thread or kernel memory left (.errno)
 ├─ VerbsError (OSError)               a libibverbs call failed (.verb, .errno)
 │  ├─ RegistrationError               a memory registration failed
 │  ├─ QueuePairStateError             a queue pair did not take a step (.transition, .attributes, .culprit)
@@ -88,6 +89,7 @@ __all__ = [
     "RegistrationError",
     "RemoteAccessError",
     "RemoteProtocolError",
+    "ResourceLimitError",
     "SegmentNotFoundError",
     "TransferCancelledError",
     "TransferError",
@@ -235,6 +237,13 @@ class DeviceUnusableError(UnsupportedError):
 
 class AllocationError(UnsupportedError):
     """The memory asked for is not there."""
+
+
+class ResourceLimitError(UnsupportedError):
+    """The kernel has none left of what is needed: file descriptors, threads, memory; the remedy names the limit."""
+
+    errno: int = 0
+    retryable = True
 
 
 class VerbsError(KvxferError, OSError):

@@ -23,6 +23,7 @@ from kvxfer.errors import (
     PeerRestartedError,
     PeerUnreachableError,
     RemoteProtocolError,
+    ResourceLimitError,
     TransportUnavailableError,
 )
 from kvxfer.handshake.frames import ANSWERING_KINDS, Frame, FrameKind

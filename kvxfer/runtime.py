@@ -31,7 +31,8 @@ __all__ = ["Runtime"]
 class Runtime:
     """The running parts of one engine, from its making until `close`.
 
-    Raises ConfigError where the listener cannot be bound, TransportUnavailableError where no wanted transport works.
+    Raises ConfigError where the listener cannot be bound, TransportUnavailableError where no wanted transport works,
+    ResourceLimitError where there is no file descriptor or thread left.
     """
 
     def __init__(self, config: EngineConfig) -> None:

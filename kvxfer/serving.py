@@ -187,6 +187,7 @@ class PeerService:
                 f"there are {tcp.service.connection_count} data connections already.",
                 remedy="Raise tcp_connections_max (KVXFER_TCP_CONNECTIONS_MAX) there, or open fewer.",
             )
+        tcp.service.prepare()
         number, peer, generation = tcp.service.next_number(), self._peer_address(session), session.generation
         return number, lambda connection: tcp.service.adopt(connection, number, peer, generation)
 

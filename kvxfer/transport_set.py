@@ -10,6 +10,7 @@ from typing import Any
 
 from kvxfer.config import EngineConfig
 from kvxfer.errors import TransportUnavailableError
+from kvxfer.limits import is_shortage, shortage
 from kvxfer.log import get_logger
 from kvxfer.memory.buffers import BufferView
 from kvxfer.memory.regions import RegionKeys
@@ -59,7 +60,8 @@ class TransportSet(Mapping[str, Transport]):
         return found if isinstance(found, TcpTransport) else None
 
     def open(self, loop: Loop, generation: str, gate: Gate) -> None:
-        """Open every wanted transport that works; raises TransportUnavailableError where none does."""
+        """Open every wanted transport that works; raises TransportUnavailableError where none does, ResourceLimitError
+        where one does not for want of descriptors or memory."""
         makers: dict[str, Callable[[], Transport]] = {
             "shm": lambda: ShmTransport(self._config, loop, generation),
             "rdma": lambda: RdmaTransport(self._config, loop),
@@ -68,6 +70,8 @@ class TransportSet(Mapping[str, Transport]):
         log = get_logger(__name__)
         for name in self._config.transports:
             probe = TRANSPORTS[name].probe(self._config)
+            if is_shortage(probe.details.get("errno")):  # a moment later it would work: nothing to start without
+                raise shortage(f"opening {name}", probe.details["errno"])
             if probe.usable:
                 self._found[name] = makers[name]()
             else:

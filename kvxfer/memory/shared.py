@@ -6,6 +6,7 @@ not matter. The seals make it safe for a peer to map: no later truncation can tu
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import AllocationError, MemoryArgumentError
+from kvxfer.limits import remedy_for, shortage
 
 __all__ = ["SharedMemory", "available_nbytes"]
 
@@ -60,11 +62,12 @@ class SharedMemory:
             mapping = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as exc:
             self.close()
+            if exc.errno in (errno.EMFILE, errno.ENFILE):
+                raise shortage(f"allocate({nbytes})", exc.errno) from exc
             raise AllocationError(
                 f"allocate({nbytes}) failed: {exc.strerror}.",
-                remedy="ENOMEM: ask for less or raise the limit on address space (ulimit -v). EMFILE: raise the limit "
-                "on open files (ulimit -n). ENOSYS or EPERM: a seccomp profile forbids memfd_create(2); use "
-                "register() on memory of your own instead.",
+                remedy=remedy_for(exc.errno)
+                or "ENOSYS or EPERM: a seccomp profile forbids memfd_create(2); use register() on memory of your own.",
                 nbytes=nbytes,
                 errno=exc.errno,
             ) from exc

@@ -51,9 +51,13 @@ class Loop:
     def __init__(self, name: str, *, spin_s: float = 0.0) -> None:
         self._name = name
         self._spin_s = spin_s
-        self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            self._epoll.close()
+            raise
         self._epoll.register(self._wake_fd, READABLE)
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Handler]] = []

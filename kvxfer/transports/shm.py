@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, TransferError, TransportUnavailableError
+from kvxfer.limits import remedy_for
 from kvxfer.memory.shared import SharedMemory
 from kvxfer.system.calls import memmove
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport, is_delivered
@@ -71,11 +72,14 @@ class ShmTransport(Transport):
             SharedMemory(4096).close()
             HandoverServer(os.urandom(TOKEN_NBYTES), lambda _: None).close()
         except (KvxferError, OSError) as exc:
+            code = getattr(exc, "errno", None)
             return Probe(
                 "shm",
                 usable=False,
-                reason=f"shared memory cannot be set up: {exc}",
-                remedy="Allow memfd_create(2) and AF_UNIX sockets in the container's seccomp profile, or use tcp.",
+                reason=f"shared memory cannot be set up: {getattr(exc, 'message', exc)}",
+                remedy=remedy_for(code)
+                or "Allow memfd_create(2) and AF_UNIX sockets in the container's seccomp profile, or use tcp.",
+                details={"errno": code},
             )
         scope = ptrace_scope()
         return Probe(
@@ -161,7 +165,11 @@ class ShmEndpoint(Endpoint):
         self._mappings: dict[int, tuple[npt.NDArray[np.uint8], int]] = {}
         self._closed: KvxferError | None = None
         self._client = HandoverClient(name, token, link.label, deadline, engine=generation)
-        self._identity = ProcessIdentity(self._client.pid, address, bytes.fromhex(token), link.label)
+        try:
+            self._identity = ProcessIdentity(self._client.pid, address, bytes.fromhex(token), link.label)
+        except BaseException:
+            self._client.close()
+            raise
         self._process_vm_refusal = self._try_process_vm()
 
     @property
@@ -328,8 +336,8 @@ class ShmEndpoint(Endpoint):
             raise
         except OSError as exc:
             raise TransferError(
-                f"mapping {region} of {self._link.label} failed: {exc}.",
-                remedy="ENOMEM: raise the limit on address space (ulimit -v). EMFILE: raise the limit on open files.",
+                f"mapping {region} of {self._link.label} failed: {exc.strerror}.",
+                remedy=remedy_for(exc.errno) or "Look at the peer's log.",
                 peer=self._link.label,
                 errno=exc.errno,
             ) from exc

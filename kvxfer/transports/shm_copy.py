@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import KvxferError, PeerClosedError, RemoteAccessError, TransferCancelledError, TransferError
+from kvxfer.limits import is_shortage
 from kvxfer.system.abi import ffi
 from kvxfer.system.calls import memmove, process_vm_read, process_vm_write
 from kvxfer.system.iovec import address_of
@@ -154,9 +155,13 @@ class ProcessIdentity:
         self._pidfd = -1
         self._ended = select.poll()
         if pid:
-            with contextlib.suppress(OSError):  # forbidden by a seccomp profile: then the token is read each time
+            try:
                 self._pidfd = os.pidfd_open(pid)
                 self._ended.register(self._pidfd, select.POLLIN)
+            except OSError as exc:
+                if is_shortage(exc.errno):
+                    raise
+                # Forbidden by a seccomp profile: then the token is read each time.
 
     def check(self) -> int:
         """Return 0 where the process is the one that was met, else an errno: ESRCH for another or none."""
@@ -240,21 +245,26 @@ class ProcessVmCopy(CopyJob):
 
     def run(self, transfer: Transfer, until: float) -> None:
         helper: Future[None] | None = None
+        turn = _Turn()
         left = self._nbytes_total - self.nbytes_done
         if self._helpers is not None and until > 0.0 and left >= PARALLEL_NBYTES:
-            with contextlib.suppress(RuntimeError):  # the engine is being closed
-                helper = self._helpers.submit(self._copy_windows, transfer, until)
+            # RuntimeError: the engine is being closed, or there are no more threads; then the call stays in the queue.
+            with contextlib.suppress(RuntimeError):
+                helper = self._helpers.submit(turn.take, lambda: self._copy_windows(transfer, until))
         try:
             self._copy_windows(transfer, until)
         except BaseException as exc:  # Ctrl-C: the helper must not go on either
             transfer.stop = transfer.stop or TransferCancelledError(f"the copy was interrupted: {exc!r}.")
             raise
         finally:
-            if helper is not None:
-                if helper.cancel():  # it never began: other batches keep the helpers busy
-                    helper = None
-                else:
-                    helper.exception()  # not one byte more after we return: wait for its window
+            try:
+                turn.end()  # not one byte more after we return: a helper that has begun comes to its end
+            except BaseException as exc:  # Ctrl-C here: that end comes after its window
+                transfer.stop = transfer.stop or TransferCancelledError(f"the copy was interrupted: {exc!r}.")
+                turn.end()
+                raise
+            if helper is not None and helper.cancel():
+                helper = None
         if helper is not None:
             helper.result()
 
@@ -311,6 +321,25 @@ class ProcessVmCopy(CopyJob):
             errno=failure,
             slice_index=slice_index,
         )
+
+
+class _Turn:
+    """When a helper may copy: from its submit until `end`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def take(self, copy: Callable[[], None]) -> None:
+        """Call `copy`, unless the turn is over."""
+        with self._lock:
+            if not self._is_over:
+                copy()
+
+    def end(self) -> None:
+        """Wait for a copy that has begun; none begins any more."""
+        with self._lock:
+            self._is_over = True
 
 
 def _cut_pieces(

@@ -26,7 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import PeerClosedError, RemoteProtocolError, TransportUnavailableError
+from kvxfer.limits import is_shortage, remedy_for, shortage
 from kvxfer.log import get_logger
+from kvxfer.text import clean
 from kvxfer.transports.loop import Loop
 
 __all__ = ["HandoverClient", "HandoverServer", "SharedFile"]
@@ -54,8 +56,12 @@ class HandoverServer:
         self._token = token.hex()
         self._find = find
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._socket.bind("\0" + self.name)
-        self._socket.listen(128)
+        try:
+            self._socket.bind("\0" + self.name)
+            self._socket.listen(128)
+        except OSError:
+            self._socket.close()
+            raise
         self._loop: Loop | None = None
         self._clients: set[_Client] = set()
 
@@ -114,7 +120,8 @@ class HandoverServer:
         try:
             return {"file": file_id, "offset": file.offset, "nbytes": file.nbytes}, file.reopen()
         except OSError as exc:
-            return {"file": file_id, "error": f"the descriptor cannot be opened: {exc.strerror}"}, None
+            told = f"the descriptor cannot be opened: {exc.strerror}"
+            return {"file": file_id, "error": told, "remedy": remedy_for(exc.errno)}, None
 
     def holders(self, live: Collection[str]) -> list[str]:
         """Return the processes that are connected although their engine is none of `live`: a peer closes its connection
@@ -202,6 +209,8 @@ class HandoverClient:
             self._ask(None, deadline)
         except OSError as exc:
             self._socket.close()
+            if is_shortage(exc.errno):
+                raise shortage(f"connecting to the shared-memory socket of {label}", exc.errno, peer=label) from exc
             refused = exc.errno == errno.ECONNREFUSED
             reason = "it is on another host or in another network namespace" if refused else os.strerror(exc.errno or 0)
             raise TransportUnavailableError(
@@ -265,9 +274,9 @@ class HandoverClient:
             self._open_question = file_id
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
+                data, fds, flags, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
             except ConnectionResetError:  # told once, before what the peer said last
-                data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
+                data, fds, flags, _ = socket.recv_fds(self._socket, MESSAGE_NBYTES_MAX, 4)
             if not data:
                 self._close_all(fds)
                 raise PeerClosedError(f"{self._label} closed its shared-memory socket.", peer=self._label)
@@ -282,11 +291,13 @@ class HandoverClient:
                 break
             self._close_all(fds)  # the late answer to a question that was given up
         self._open_question = None
+        if flags & socket.MSG_CTRUNC and not fds:  # one was sent, and could not be put into this process
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if error is not None:
             self._close_all(fds)
             raise TransportUnavailableError(
                 f"{self._label} does not share memory with this process: {str(error)[:200]}.",
-                remedy="Run both processes as the same user, or use tcp.",
+                remedy=_told_remedy(answer) or "Run both processes as the same user, or use tcp.",
                 peer=self._label,
             )
         return answer, list(fds)
@@ -295,3 +306,9 @@ class HandoverClient:
     def _close_all(fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
+
+
+def _told_remedy(answer: dict[str, Any]) -> str:
+    """Return what the peer says is to be done, if it says something; that is to be done at the peer."""
+    remedy = answer.get("remedy")
+    return f"At the peer: {clean(remedy, 400)}" if isinstance(remedy, str) and remedy else ""

@@ -51,8 +51,8 @@ class TcpTransport(Transport):
                 "tcp",
                 usable=False,
                 reason=f"no TCP socket can be made: {exc.strerror}",
-                remedy="EMFILE: raise the limit on open files (ulimit -n). EPERM: allow AF_INET in the seccomp "
-                "profile.",
+                remedy=remedy_for(exc.errno) or "EPERM: allow AF_INET in the seccomp profile.",
+                details={"errno": exc.errno},
             )
         return Probe("tcp", usable=True, reason="TCP sockets can be made")
 
@@ -211,11 +211,7 @@ class TcpEndpoint(Endpoint):
             except RuntimeError as exc:
                 self._count -= 1
                 del self._dials[transfer]
-                raise TransferError(
-                    f"no thread could be started to connect to {self._link.label}: {exc}.",
-                    remedy="Raise the limit on processes and threads (ulimit -u, pids.max of the container).",
-                    peer=self._link.label,
-                ) from exc
+                raise
 
     def _dial(self, dial: _Dial) -> None:
         stream: Stream | None = None

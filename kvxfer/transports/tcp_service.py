@@ -96,8 +96,7 @@ class DataService:
         with self._lock:
             if self._closed or len(self._connections) >= self._config.tcp_connections_max:
                 return False
-            if len(self._loops) < self._config.tcp_service_threads:
-                self._loops.append(self._start_loop())
+            self._grow()
             loop = self._loops[len(self._connections) % len(self._loops)]
             served = make(loop)
             self._connections[number] = served

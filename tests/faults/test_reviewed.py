@@ -30,12 +30,14 @@ from kvxfer.errors import (
     PeerClosedError,
     PeerError,
     RegionBusyError,
+    ResourceLimitError,
     TransferCancelledError,
     TransferError,
     UsageError,
 )
 from kvxfer.handshake.events import CardWanted, Failed, TransportChosen
 from kvxfer.handshake.machine import Role
+from kvxfer.peer_connection import PeerConnection
 from kvxfer.session import Session
 from kvxfer.system.calls import Messenger
 from kvxfer.transports.loop import Loop
@@ -200,7 +202,7 @@ def test_ctrl_c_between_planning_and_start_leaves_no_region_in_use(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(TransferBatch, "start", interrupt)
+        patch.setattr(TransferBatch, "_start", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pair.engine.submit_write(pair.segment, *columns)
 
@@ -554,13 +556,13 @@ def test_close_while_the_segment_connects_closes_the_session(
         TransferEngine(transports=("tcp",)) as owner,
     ):
         held, goes_on = threading.Event(), threading.Event()
-        segments: list[Segment] = []
-        at: Any = (Session, "run_handshake") if moment == "handshake" else (Segment, "_ask_regions")
+        connections: list[PeerConnection] = []
+        at: Any = (Session, "run_handshake") if moment == "handshake" else (PeerConnection, "_ask_regions")
         real = getattr(*at)
 
         def hold(self: Any, *arguments: Any) -> Any:
             result = real(self, *arguments)
-            segments.append(self if isinstance(self, Segment) else self._owner)
+            connections.append(self if isinstance(self, PeerConnection) else self._owner)
             held.set()
             goes_on.wait(JOIN_S)
             return result
@@ -573,7 +575,8 @@ def test_close_while_the_segment_connects_closes_the_session(
         monkeypatch.setattr(*at, hold)
         caller = Caller(call)
         assert held.wait(JOIN_S)
-        closer = Caller(segments[0].close if what == "segment" else engine.close)
+        segment = Segment(engine._segments, connections[0])
+        closer = Caller(segment.close if what == "segment" else engine.close)
         closer.join(0.3)  # it may wait for who connects
         goes_on.set()
         closer.finish()
@@ -581,10 +584,10 @@ def test_close_while_the_segment_connects_closes_the_session(
 
         assert closer.error is None
         assert isinstance(caller.error, ClosedError)
-        session = segments[0]._connection._session
+        session = connections[0]._session
         assert session is None or session.error is not None
         wait_until(lambda: not owner._service._sessions, 5.0)
-        assert not segments[0].is_open
+        assert not segment.is_open
 
 
 @pytest.mark.parametrize("call", ["write", "read", "submit_write", "submit_read"])
@@ -633,7 +636,7 @@ def test_an_engine_whose_thread_cannot_start_keeps_nothing(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         for _ in range(3):
-            with pytest.raises(RuntimeError, match="new thread"):
+            with pytest.raises(ResourceLimitError, match=r"no thread could be started.*ulimit -u"):
                 TransferEngine()
 
     assert len(os.listdir("/proc/self/fd")) <= len(before)

@@ -6,7 +6,7 @@
 3  handshake, mooncake.wire    import floor 0 only; no socket, no thread, no clock
 2  memory      regions, slices, shared memory
 1  machine     verbs and system: the only ones that know cffi; verbs may ask system, never the other way
-0  ground      errors, types, log, addresses, setting, config, rdma_names, text
+0  ground      errors, types, log, addresses, setting, config, rdma_names, text, limits
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvxfer"
-GROUND = ("errors", "types", "log", "addresses", "config", "rdma_names", "setting", "text")
+GROUND = ("errors", "types", "log", "addresses", "config", "limits", "rdma_names", "setting", "text")
 FLOORS = {
     **dict.fromkeys(GROUND, 0),
     "system": 1,
