@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError
+from kvxfer.limits import shortages_told
 from kvxfer.text import format_seconds
 from kvxfer.transports.base import Endpoint, Transfer, is_owned
 from kvxfer.types import Opcode
@@ -158,7 +159,9 @@ class TransferBatch:
         import asyncio
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(None, self.wait)
+            with shortages_told(f"awaiting {self}"):
+                moved = asyncio.get_running_loop().run_in_executor(None, self.wait)
+            return await moved
         except asyncio.CancelledError:
             transfer = self._transfer
             transfer.stop = transfer.stop or TransferCancelledError(f"{self}: the task that awaited it ended.")

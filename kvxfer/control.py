@@ -27,6 +27,7 @@ from kvxfer.errors import (
     RemoteProtocolError,
 )
 from kvxfer.handshake.frames import MAGIC, FrameDecoder, FrameKind, decode_json, encode_json
+from kvxfer.limits import remedy_for, shortages_told
 from kvxfer.log import get_logger
 from kvxfer.session import Session
 from kvxfer.transports.loop import Loop
@@ -260,7 +261,8 @@ def connect(target: HostPort, config: EngineConfig, deadline: float) -> socket.s
             if left <= 0 and tries:
                 break
             tries += 1
-            connection = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+            with shortages_told(f"connecting to {label}", peer=label):
+                connection = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
             try:
                 tune(connection, config, listening=True)
                 connection.settimeout(max(left, 0.001))

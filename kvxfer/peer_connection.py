@@ -28,6 +28,7 @@ from kvxfer.errors import (
 )
 from kvxfer.handshake.frames import ANSWERING_KINDS, Frame, FrameKind
 from kvxfer.handshake.machine import Handshake, Role
+from kvxfer.limits import shortages_told
 from kvxfer.log import get_logger
 from kvxfer.peer_transfers import PeerTransfers
 from kvxfer.serving import PeerService
@@ -298,7 +299,14 @@ class PeerConnection:
                 if not isinstance(offers[name], dict):
                     raise RemoteProtocolError(f"{self.address} describes {name} as {str(offers[name])[:80]}.")
                 kept = old.pop(name, None)
-                opened.append(transport.open_endpoint(offers[name], link, deadline) if kept is None else kept)
+                if kept is None:
+                    with shortages_told(f"opening {name} to {self.address}", peer=self.address):
+                        kept = transport.open_endpoint(offers[name], link, deadline)
+                opened.append(kept)
+            except ResourceLimitError as error:  # a moment later it would work: nothing to fall back for
+                for endpoint in opened:
+                    endpoint.close(error)
+                raise
             except KvxferError as error:
                 reasons[name] = error.message
                 remedies.append(error.remedy)

@@ -17,6 +17,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.control import Listener
 from kvxfer.errors import ClosedError, ConfigError, ForkedError, KvxferError
 from kvxfer.interfaces import default_route_host, list_interfaces
+from kvxfer.limits import shortages_told
 from kvxfer.log import get_logger
 from kvxfer.memory import RegionTable
 from kvxfer.registry import Registry
@@ -43,6 +44,11 @@ class Runtime:
         self._lock = threading.Lock()
         self._log = get_logger(__name__)
         self.table = RegionTable()
+        with shortages_told("starting an engine"):
+            self._start()
+
+    def _start(self) -> None:
+        config = self.config
         self.loop = Loop("kvxfer-control")
         self.transports = TransportSet(config)
         self.service = PeerService(config, os.urandom(16).hex(), self.table, self.loop, self.transports)

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvxfer.config import EngineConfig
-from kvxfer.errors import KvxferError, PeerUnreachableError, TransferCancelledError, TransferError
+from kvxfer.errors import KvxferError, PeerUnreachableError, TransferCancelledError
+from kvxfer.limits import remedy_for, shortages_told
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer, Transport, is_delivered
 from kvxfer.transports.tcp_initiator import TICK_S, Requests, Stream
 from kvxfer.transports.tcp_service import DataService, Gate
@@ -207,8 +208,9 @@ class TcpEndpoint(Endpoint):
             dial = self._dials[transfer] = _Dial()
             # A thread, because the peer may be stopped: who waits must see its deadline, a cancel, Ctrl-C meanwhile.
             try:
-                threading.Thread(target=self._dial, args=(dial,), name="kvxfer-dial", daemon=True).start()
-            except RuntimeError as exc:
+                with shortages_told(f"connecting to {self._link.label}", peer=self._link.label):
+                    threading.Thread(target=self._dial, args=(dial,), name="kvxfer-dial", daemon=True).start()
+            except BaseException:
                 self._count -= 1
                 del self._dials[transfer]
                 raise

@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from kvxfer.config import EngineConfig
-from kvxfer.errors import KvxferError, RemoteProtocolError, UsageError
+from kvxfer.errors import KvxferError, RemoteProtocolError, ResourceLimitError, UsageError
+from kvxfer.limits import shortages_told
 from kvxfer.log import get_logger
 from kvxfer.system.iovec import IovecCursor, ShortCursor
 from kvxfer.transports.loop import READABLE, Loop
@@ -102,6 +103,22 @@ class DataService:
             self._connections[number] = served
             loop.call_soon(served.begin)  # under the lock: before anybody can ask to close it
         return True
+
+    def prepare(self) -> None:
+        """Have a thread for one more connection; raises ResourceLimitError where there is none and none can be had."""
+        with self._lock:
+            if not self._closed:
+                self._grow()
+
+    def _grow(self) -> None:
+        """Start one more thread, up to `tcp_service_threads`; those that run serve all where no more can be started."""
+        if len(self._loops) < self._config.tcp_service_threads:
+            try:
+                with shortages_told("serving a data connection"):
+                    self._loops.append(self._start_loop())
+            except ResourceLimitError:
+                if not self._loops:
+                    raise
 
     def _start_loop(self) -> Loop:
         loop = Loop(f"kvxfer-data-{len(self._loops)}", spin_s=self._config.spin_s)
