@@ -7,14 +7,15 @@ are not known yet, joins adjacent rows. Next: `batch.TransferBatch.start`, then 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import AccessDeniedError, NotRegisteredError, UsageError
-from kvxfer.memory import Region, RegionSnapshot, RegionTable, as_columns, coalesce, distinct, locate, locate_one
+from kvxfer.memory import Region, RegionTable, Rows, as_rows, coalesce, distinct, locate
 from kvxfer.memory.access import access_denied
+from kvxfer.memory.slices import IndexColumn
 from kvxfer.peer_connection import PeerConnection
 from kvxfer.remote_table import RemoteTable
 from kvxfer.transports.base import Endpoint, Transfer
@@ -24,6 +25,20 @@ __all__ = ["Addresses", "block_addresses", "plan"]
 
 Addresses = int | Sequence[int] | npt.NDArray[np.integer[Any]]
 """One address, or a column of them."""
+
+RegionT_co = TypeVar("RegionT_co", Region, RegionDescriptor, covariant=True)
+
+
+class _Table(Protocol[RegionT_co]):
+    """The regions of one side, ascending in address."""
+
+    @property
+    def regions(self) -> tuple[RegionT_co, ...]: ...
+    @property
+    def starts(self) -> AddressColumn: ...
+    @property
+    def ends(self) -> AddressColumn: ...
+    def find(self, address: int, nbytes: int) -> RegionT_co | None: ...
 
 
 def plan(
@@ -86,12 +101,10 @@ def _plan_rows(
     notify: bytes | None,
     deadline: float,
 ) -> tuple[Transfer, Endpoint, RemoteTable]:
-    columns = as_columns(local, remote, nbytes)
-    snapshot = table.snapshot()
-    at, here = _find_regions(columns[0], columns[2], snapshot, "local")
-    used = tuple([snapshot.regions[index] for index in at])
+    rows = as_rows(local, remote, nbytes)
+    used, here = _find_regions(rows.local, rows.local_bounds, rows, table.snapshot(), "local")
     if opcode is Opcode.READ:
-        for index, region in zip(at, used, strict=True):
+        for index, region in enumerate(used):
             if region.view.read_only:
                 row = 0 if here is None else int(np.flatnonzero(here == index)[0])
                 raise AccessDeniedError(
@@ -104,17 +117,16 @@ def _plan_rows(
     side = f"remote ({peer.address})"
     remote_table = peer.transfers.table
     try:
-        at, there = _find_regions(columns[1], columns[2], remote_table, side)
+        regions, there = _find_regions(rows.remote, rows.remote_bounds, rows, remote_table, side)
     except NotRegisteredError:  # the peer may have registered it meanwhile: ask, then judge
         peer.refresh(deadline)
         remote_table = peer.transfers.table
-        at, there = _find_regions(columns[1], columns[2], remote_table, side)
-    regions = tuple([remote_table.regions[index] for index in at])
-    for index, region_there in zip(at, regions, strict=True):
+        regions, there = _find_regions(rows.remote, rows.remote_bounds, rows, remote_table, side)
+    for index, region_there in enumerate(regions):
         if not region_there.rights.allows(opcode):
             row = 0 if there is None else int(np.flatnonzero(there == index)[0])
             raise access_denied(opcode, row, region_there, peer.address)
-    *joined, first_row = coalesce(*columns, local_region=here, remote_region=there)
+    *joined, first_row = coalesce(rows.local, rows.remote, rows.nbytes, local_region=here, remote_region=there)
     transfer = Transfer.of_columns(
         opcode,
         regions,
@@ -122,22 +134,29 @@ def _plan_rows(
         notify,
         peer.transfers.end,
         columns=(joined[0], joined[1], joined[2]),
-        region_rows=None if there is None or len(regions) == 1 else np.searchsorted(at, there[first_row]),
+        region_rows=None if there is None else there[first_row],
         first_row=first_row,
-        row_count=len(columns[0]),
+        row_count=len(rows.local),
+        nbytes_total=rows.nbytes_total,
     )
     return transfer, peer.endpoint_for(regions, deadline), remote_table
 
 
 def _find_regions(
-    addresses: AddressColumn, nbytes: AddressColumn, table: RegionSnapshot | RemoteTable, side: str
-) -> tuple[Sequence[int], npt.NDArray[np.intp] | None]:
-    """Return which regions of a table the rows lie in, and for each row its region; None: all in the one there is."""
-    one = locate_one(addresses, nbytes, table.starts, table.ends)
+    addresses: AddressColumn, span: tuple[int, int], rows: Rows, table: _Table[RegionT_co], side: str
+) -> tuple[tuple[RegionT_co, ...], IndexColumn | None]:
+    """Return which regions of a table the rows lie in, and for each row its place among them; None: in the only one.
+
+    addresses, span: the rows' addresses on that side and the bounds of them.
+    """
+    lowest, highest = span
+    one = table.find(lowest, highest - lowest + rows.nbytes_bounds[1])  # the longest row taken to be everywhere
     if one is not None:
         return (one,), None
-    index = locate(addresses, nbytes, table.starts, table.ends, side=side, regions=table.regions)
-    return distinct(index, len(table.regions)).tolist(), index
+    index = locate(addresses, rows.nbytes, table.starts, table.ends, side=side, regions=table.regions)
+    at = distinct(index, len(table.regions))
+    found = tuple([table.regions[i] for i in at.tolist()])
+    return found, None if len(found) == 1 else at.searchsorted(index)
 
 
 def block_addresses(

@@ -1,30 +1,26 @@
-"""Turn transfer requests into checked columns, find their regions, join what is adjacent, cut what is too long.
+"""Find the regions of checked columns, join rows that are adjacent, cut what is too long.
 
 Pure: numpy columns in, numpy columns out; no loop per row, and no memory, device or clock is touched.
-`engine.TransferEngine` calls as_columns, locate and coalesce in this order; a transport with limits calls cut_slices.
+`planning` calls locate and coalesce on what `columns.py` has checked; a transport with limits calls cut_slices.
 """
 
 from __future__ import annotations
 
-import operator
-from array import array
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import ConfigError, NotRegisteredError, UsageError
+from kvxfer.errors import ConfigError, NotRegisteredError
 from kvxfer.memory.chunks import ChunkArray
+from kvxfer.memory.columns import bounds
 from kvxfer.types import ADDRESS_MAX, AddressColumn
 
 __all__ = [
     "MESSAGE_NBYTES_MAX",
     "SLICE_DTYPE",
     "IndexColumn",
-    "Integers",
-    "as_columns",
-    "bounds",
     "coalesce",
     "cut_slices",
     "distinct",
@@ -33,7 +29,6 @@ __all__ = [
     "row_numbers",
 ]
 
-Integers: TypeAlias = "int | np.integer[Any] | Sequence[int] | npt.NDArray[Any]"
 IndexColumn: TypeAlias = npt.NDArray[np.intp]
 SliceArray: TypeAlias = npt.NDArray[np.void]
 
@@ -50,157 +45,7 @@ SLICE_DTYPE = np.dtype(
 
 MESSAGE_NBYTES_MAX = 2**31  # InfiniBand Architecture 1.4, 9.7.2: an RC message is at most 2**31 bytes
 _REPORTED_ROWS_MAX = 1000  # bad rows listed on an error; a batch of 100,000 garbage rows must not make a huge one
-_INT64 = np.dtype(np.int64)
 _EXACT_SUM_MAX = 2.0**62  # below it no int64 sum of the same column wraps, whatever the rounding
-
-
-def as_columns(
-    local: Integers, remote: Integers, nbytes: Integers
-) -> tuple[AddressColumn, AddressColumn, AddressColumn]:
-    """Return the three columns of a batch as int64, one row per request.
-
-    local, remote: addresses; nbytes: byte counts, or one count for all rows. Each is an int (one row), a sequence of
-    ints or an integer array of any width. All are copied: the caller may use its arrays again at once.
-
-    Raises UsageError naming the argument, and the first row where one row is the reason: floats, bools, more than one
-    dimension, no rows, different lengths, a count below 1, an address that is negative or whose range leaves 2**63.
-    """
-    if (  # one row: 0.9 us here, 8 us on the general way
-        type(local) is int
-        and type(remote) is int
-        and type(nbytes) is int
-        and nbytes >= 1
-        and 0 <= local <= ADDRESS_MAX - nbytes
-        and 0 <= remote <= ADDRESS_MAX - nbytes
-    ):
-        return np.array([local]), np.array([remote]), np.array([nbytes])
-    local_column = _as_column("local", local)
-    remote_column = _as_column("remote", remote)
-    count = len(local_column)
-    if len(remote_column) != count:
-        _refuse_lengths("remote", len(remote_column), count)
-    nbytes_column = _as_column("nbytes", nbytes)
-    if len(nbytes_column) != count:
-        if not _is_scalar(nbytes):
-            _refuse_lengths("nbytes", len(nbytes_column), count)
-        value = nbytes_column.item(0)
-        nbytes_column = np.empty(count, np.int64)
-        nbytes_column.fill(value)
-    _check_values(local_column, remote_column, nbytes_column)
-    return local_column, remote_column, nbytes_column
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) or (isinstance(value, np.ndarray) and value.ndim == 0)
-
-
-def _as_column(name: str, value: Any) -> AddressColumn:
-    """Return `value` as a one-dimensional int64 array with at least one row; signs are not checked."""
-    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1 and value.size:
-        return value.copy()  # the caller may use its array again before the batch ends
-    if type(value) is list or type(value) is tuple:
-        column = _from_sequence(name, value)
-    elif _is_scalar(value) and not isinstance(value, bool):
-        column = _from_sequence(name, [value]) if isinstance(value, int) else np.asarray(value).reshape(1)
-    elif isinstance(value, (str, bytes, bytearray, memoryview)):
-        _refuse_kind(name, f"a {type(value).__name__}")
-    elif isinstance(value, range):
-        column = _from_sequence(name, value)
-    else:
-        column = np.asarray(value)
-    if column.shape == (0,):
-        raise UsageError(f"{name} is empty: a batch has at least one row.", remedy="Skip empty batches.", argument=name)
-    if column.dtype.kind not in "iu":
-        _refuse_kind(name, f"of {type(value).__name__}, dtype {column.dtype}")
-    if column.ndim != 1:
-        _refuse_kind(name, f"of {column.ndim} dimensions, shape {column.shape}")
-    if column.dtype == np.uint64:
-        return _from_uint64(name, column)
-    return np.array(column, np.int64, order="C")
-
-
-def _from_sequence(name: str, value: Sequence[Any]) -> AddressColumn:
-    """Return a sequence of ints as an array.
-
-    numpy would take floats and bools, so the types are looked at first: 1.2 ms for 100,000 rows. After that np.fromiter
-    is safe, and at 1.1 ms faster than np.array (2.7 ms) and array.array (2.2 ms).
-    """
-    kinds = set(map(type, value))
-    try:
-        if kinds <= {int}:
-            return np.fromiter(value, np.int64, len(value))
-        if bool not in kinds:
-            return np.frombuffer(array("q", value), np.int64)  # takes whatever is an index, np.int64 for one
-    except (OverflowError, TypeError):
-        pass
-    _refuse_sequence(name, value)
-
-
-def _refuse_sequence(name: str, value: Sequence[Any]) -> NoReturn:
-    for row, item in enumerate(value):
-        try:
-            number = operator.index(item)
-        except TypeError:
-            number = None
-        if number is None or isinstance(item, bool):
-            _refuse_kind(name, f"whose row {row} is a {type(item).__name__}", row=row)
-        if not -ADDRESS_MAX <= number <= ADDRESS_MAX:
-            _refuse_value(name, row, number, "is beyond 2**63")
-    _refuse_kind(name, "that changed while it was read")
-
-
-def _from_uint64(name: str, column: npt.NDArray[Any]) -> AddressColumn:
-    if int(column.max()) > ADDRESS_MAX:
-        row = int(np.argmax(column > ADDRESS_MAX))
-        _refuse_value(name, row, int(column[row]), "is beyond 2**63")
-    return np.array(column, np.uint64, order="C").view(np.int64)
-
-
-def _check_values(local: AddressColumn, remote: AddressColumn, nbytes: AddressColumn) -> None:
-    nbytes_min, nbytes_max = bounds(nbytes)
-    if nbytes_min < 1:
-        row = int(np.argmax(nbytes < 1))
-        _refuse_value("nbytes", row, int(nbytes[row]), "is below 1")
-    for name, column in (("local", local), ("remote", remote)):
-        lowest, highest = bounds(column)
-        if lowest < 0:
-            row = int(np.argmax(column < 0))
-            _refuse_value(name, row, int(column[row]), "is negative")
-        if highest + nbytes_max > ADDRESS_MAX:  # some row may leave; only then look at each
-            beyond = column > ADDRESS_MAX - nbytes
-            if beyond.any():
-                row = int(np.argmax(beyond))
-                _refuse_value(name, row, int(column[row]), f"with {int(nbytes[row])} bytes reaches beyond 2**63")
-
-
-def _refuse_value(name: str, row: int, value: int, reason: str) -> NoReturn:
-    shown = str(value) if name == "nbytes" else f"{value:#x}"
-    raise UsageError(
-        f"row {row}: {name} {shown} {reason}.",
-        remedy="Check how the addresses and counts are computed.",
-        argument=name,
-        row=row,
-        value=value,
-    )
-
-
-def _refuse_kind(name: str, reason: str, **values: Any) -> NoReturn:
-    raise UsageError(
-        f"{name} is not a column of integers: it is one {reason}.",
-        remedy="Pass an int, a flat sequence of ints or a one-dimensional integer array.",
-        argument=name,
-        **values,
-    )
-
-
-def _refuse_lengths(name: str, count: int, expected: int) -> NoReturn:
-    raise UsageError(
-        f"the columns differ in length: local has {expected} rows, {name} has {count}.",
-        remedy="Give every row a local address, a remote address and a count; one int as nbytes stands for all rows.",
-        argument=name,
-        row_count=count,
-        expected_count=expected,
-    )
 
 
 def locate(
@@ -247,15 +92,6 @@ def locate_one(
     nbytes_min, nbytes_max = bounds(nbytes)
     index = int(starts.searchsorted(lowest, "right")) - 1
     return index if index >= 0 and nbytes_min >= 1 and highest + nbytes_max <= ends.item(index) else None
-
-
-def bounds(column: AddressColumn) -> tuple[int, int]:
-    """Return the least and the greatest value of a column with at least one row.
-
-    argmin and argmax are methods without the machinery of ufuncs: 0.5 us for both at 1,000 rows, where min and max take
-    1.6; alike at 100,000.
-    """
-    return column.item(column.argmin()), column.item(column.argmax())
 
 
 def _refuse_rows(

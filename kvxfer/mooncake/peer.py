@@ -30,7 +30,8 @@ from kvxfer.errors import (
     TransferTimeoutError,
     TransportUnavailableError,
 )
-from kvxfer.memory.slices import IndexColumn, Integers, as_columns, coalesce, locate
+from kvxfer.memory.columns import Integers, as_columns
+from kvxfer.memory.slices import IndexColumn, coalesce, locate
 from kvxfer.mooncake.calls import ask_descriptor, open_connection, send_notify, send_probe
 from kvxfer.mooncake.lane import Lane, Rows
 from kvxfer.mooncake.wire.descriptor import SegmentDescriptor

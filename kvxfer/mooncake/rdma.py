@@ -31,7 +31,8 @@ from kvxfer.errors import (
     VerbsError,
 )
 from kvxfer.log import get_logger
-from kvxfer.memory.slices import IndexColumn, Integers, as_columns, coalesce, locate
+from kvxfer.memory.columns import Integers, as_columns
+from kvxfer.memory.slices import IndexColumn, coalesce, locate
 from kvxfer.mooncake.calls import ask
 from kvxfer.mooncake.wire.descriptor import BufferDescriptor, DeviceDescriptor, SegmentDescriptor
 from kvxfer.mooncake.wire.frames import MessageKind
@@ -184,6 +185,7 @@ class MooncakeRdmaPeer:
             region_rows=None if len(used) == 1 else np.searchsorted(used, index[first_row]),
             first_row=first_row,
             row_count=len(columns[0]),
+            nbytes_total=int(nbytes.sum()),
         )
 
     def _locate(self, memory: _Memory, columns: tuple[Any, Any, Any]) -> IndexColumn:

@@ -96,9 +96,10 @@ class Transfer:
         region_rows: AddressColumn | None,
         first_row: AddressColumn,
         row_count: int,
+        nbytes_total: int,
     ) -> Transfer:
         """Return a transfer of many rows."""
-        transfer = cls(opcode, regions, used, notify, int(columns[2].sum()), on_finish)
+        transfer = cls(opcode, regions, used, notify, nbytes_total, on_finish)
         transfer._columns = columns
         transfer.region_rows = region_rows
         transfer.first_row = first_row
@@ -178,6 +179,8 @@ class Endpoint(ABC):
     transport: ClassVar[str]
     copies_rows: ClassVar[bool] = False
     """Whether `copy_row` is worth asking."""
+    reaches_all: bool = True
+    """Whether it reaches whatever memory the peer registers; `unreachable` tells of one region."""
     needs_session: ClassVar[bool] = False
     """Whether it ends with the control connection: where nothing else would tell that the peer is gone."""
 

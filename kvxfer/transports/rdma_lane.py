@@ -46,11 +46,11 @@ class Lane:
     """
 
     __slots__ = (
+        "_ends",
         "begun",
         "count",
         "done",
         "ended",
-        "ends",
         "lkey",
         "local",
         "nbytes",
@@ -84,8 +84,15 @@ class Lane:
         self.count = len(local)
         self.posted = 0
         self.done = 0
-        self.ends = nbytes.cumsum()
+        self._ends: AddressColumn | None = None
         self.begun = self.ended = 0.0  # monotonic seconds of the first post and the last completion
+
+    @property
+    def ends(self) -> AddressColumn:
+        """The sum of `nbytes` up to each slice. Made when first asked for: the first request goes out before."""
+        if self._ends is None:
+            self._ends = self.nbytes.cumsum()
+        return self._ends
 
     @property
     def nbytes_left(self) -> int:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.memory.chunks import CHUNK_DTYPE
-from kvxfer.memory.slices import bounds, cut_slices
+from kvxfer.memory.columns import bounds
+from kvxfer.memory.slices import cut_slices
 from kvxfer.transports.rdma_keys import KeyTable, read_remote_keys
 from kvxfer.transports.rdma_lane import Lane
 from kvxfer.transports.rdma_near import find_near, memory_nodes
@@ -107,9 +108,11 @@ class Spreader:
             lkey = mine.find_one(local, nbytes)
         if rkey is None:
             rkey = theirs.find_one(remote, nbytes)
-        if lkey is not None and rkey is not None and bounds(nbytes)[1] <= rail.message_nbytes_max:
+        limit = rail.message_nbytes_max
+        fits = transfer.nbytes_total <= limit or bounds(nbytes)[1] <= limit
+        if lkey is not None and rkey is not None and fits:
             return Lane(transfer, rail, local, remote, nbytes, lkey, rkey, rows)
-        cut = cut_slices(local, remote, nbytes, mine.chunks, theirs.chunks, rail.message_nbytes_max)
+        cut = cut_slices(local, remote, nbytes, mine.chunks, theirs.chunks, limit)
         return Lane(
             transfer,
             rail,

@@ -12,7 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvxfer.errors import NotRegisteredError, UsageError
-from kvxfer.memory import CHUNK_DTYPE, as_columns, bounds, coalesce, cut_slices, locate, locate_one, row_numbers
+from kvxfer.memory import (
+    CHUNK_DTYPE,
+    as_columns,
+    as_rows,
+    bounds,
+    coalesce,
+    cut_slices,
+    locate,
+    locate_one,
+    row_numbers,
+)
 from kvxfer.types import ADDRESS_MAX
 
 Rows = list[tuple[int, int]]
@@ -116,6 +126,23 @@ def table_columns(table: Rows) -> tuple[Any, Any]:
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=70))
 def test_bounds_are_the_least_and_the_greatest_value(values: list[int]) -> None:
     assert bounds(column(values)) == (min(values), max(values))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62), st.integers(1, 2**40)), min_size=1, max_size=40),
+    st.none() | st.integers(1, 2**40),
+)
+def test_rows_know_their_bounds_and_their_sum(rows: list[tuple[int, int, int]], one_nbytes: int | None) -> None:
+    local, remote, nbytes = (list(values) for values in zip(*rows, strict=True))
+
+    got = as_rows(local, remote, nbytes if one_nbytes is None else one_nbytes)
+
+    nbytes = nbytes if one_nbytes is None else [one_nbytes] * len(rows)
+    assert (got.local.tolist(), got.remote.tolist(), got.nbytes.tolist()) == (local, remote, nbytes)
+    assert got.local_bounds == (min(local), max(local))
+    assert got.remote_bounds == (min(remote), max(remote))
+    assert got.nbytes_bounds == (min(nbytes), max(nbytes))
+    assert got.nbytes_total == sum(nbytes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 16_384, 16_385])
