@@ -30,6 +30,7 @@ KEY_NBYTES_MIN = 8  # what a person would not guess at one attempt per connectio
 OTHER_VARIABLES = frozenset(
     {
         "KVXFER_ALLOW_FALLBACK",
+        "KVXFER_ALLOW_PTRACE",
         "KVXFER_CI_INTEROP",
         "KVXFER_CI_OTHER_PYTHONS",
         "KVXFER_LIBIBVERBS",

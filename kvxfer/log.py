@@ -36,6 +36,9 @@ EVENTS: dict[str, str] = {
     "mooncake.call_broke": "a call of Mooncake's API failed by what is no kvxfer error: a bug in kvxfer",
     "mooncake.call_failed": "a call of Mooncake's API returned a failure; this is what is behind its code",
     "mooncake.devices_absent": "device_name names RDMA devices that are not here; the others are used",
+    "mooncake.log_level_unknown": "MC_LOG_LEVEL is none of Mooncake's levels",
+    "mooncake.ptrace_refused": "KVXFER_ALLOW_PTRACE is set and the kernel refuses to let peers reach memory here",
+    "mooncake.peer_opened": "a real Mooncake process was opened; transport says what carries batches to it",
     "mooncake.publish_failed": "a metadata server was not told of a change; it is when it answers again",
     "mooncake.rdma_unusable": "RDMA was asked for and cannot be had; KVXFER_ALLOW_FALLBACK lets tcp take its place",
     "mooncake.variables_ignored": "environment variables of Mooncake's are set that mean nothing here, and why",
@@ -62,6 +65,7 @@ EVENTS: dict[str, str] = {
     "registration.limit_lowered": "a device refused to register as much at once as it says; smaller chunks are tried",
     "registration.progressed": "a part of the chunks of a large region is registered",
     "segment.disconnected": "the control connection to a peer ended; it is made anew at the next use",
+    "segment.region_unreachable": "a transport does not reach memory that a batch names; another carries it",
     "segment.opened": "a peer was opened; transport says what carries batches to it",
     "transport.unusable": "a wanted transport does not work on this machine",
 }

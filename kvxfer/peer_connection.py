@@ -73,6 +73,7 @@ class PeerConnection:
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._failed_transports: dict[str, TransportUnavailableError] = {}
+        self._told: set[str] = set()
 
     @property
     def is_connected(self) -> bool:
@@ -116,6 +117,7 @@ class PeerConnection:
         for endpoint in endpoints:
             refusal = next((why for region in regions if (why := endpoint.unreachable(region))), None)
             if refusal is None:
+                self._tell_of_unreachable(refusals, endpoint.transport)
                 return endpoint
             refusals[endpoint.transport] = refusal
         why = refusals[first.transport].removesuffix(".")
@@ -125,6 +127,14 @@ class PeerConnection:
             reasons=refusals,
             peer=self.address,
         )
+
+    def _tell_of_unreachable(self, refusals: Mapping[str, str], transport: str) -> None:
+        """Say once that a transport is there and does not reach what a batch names; `transport` carries it."""
+        if not refusals.keys() <= self._told:
+            self._told.update(refusals)
+            get_logger(__name__).warning(
+                "segment.region_unreachable", peer=self.address, transport=transport, passed_over=dict(refusals)
+            )
 
     def make_void(self, error: KvxferError, goodbye: str = "") -> None:
         """End all use of the peer with `error`; a second call does nothing. goodbye: what the peer is told, if it is
@@ -168,8 +178,10 @@ class PeerConnection:
                 session.reset(PeerClosedError(f"{self.address} was given up: {error}.", peer=self.address))
                 raise
         self.transfers.raise_if_void()
-        news = self.passed_over.keys() - self._service.transports.quiet_about
-        level = "warning" if news and self._wanted != TRANSPORT_NAMES else "info"  # the default is nobody's choice
+        asked_for = self._service.transports.asked_for
+        if asked_for is None:
+            asked_for = frozenset(() if self._wanted == TRANSPORT_NAMES else self._wanted)  # else: nobody's choice
+        level = "info" if asked_for.isdisjoint(self.passed_over) else "warning"
         if self._failed_transports:
             level = "warning"  # it should have worked
         getattr(get_logger(__name__), level)(
@@ -287,8 +299,8 @@ class PeerConnection:
             self.address, session.generation, self._dial, self._hang_up, self._deliver, self._ask_connection
         )
         for name in self._wanted:
-            if opened and name != "tcp":
-                continue  # in reserve is only what costs nothing to hold and reaches every region
+            if name != "tcp" and any(endpoint.reaches_all for endpoint in opened):
+                continue  # in reserve is what is needed, and what costs nothing to hold
             try:
                 if name in self._failed_transports:
                     raise self._failed_transports[name]

@@ -33,8 +33,8 @@ class TransportSet(Mapping[str, Transport]):
     def __init__(self, config: EngineConfig) -> None:
         self.refusals: dict[str, Probe] = {}
         """Wanted transports that do not work here, and what their probes said."""
-        self.quiet_about: frozenset[str] = frozenset()
-        """Transports that may be passed over without a warning, even where they were asked for by name."""
+        self.asked_for: frozenset[str] | None = None
+        """Transports that are not passed over without a warning; None: those that were chosen by name, if any were."""
         self._config = config
         self._found: dict[str, Transport] = {}
 
@@ -78,7 +78,7 @@ class TransportSet(Mapping[str, Transport]):
                 self.refusals[name] = probe
                 was_asked_for = name == "rdma" and self._config.rdma_devices is not None
                 tell = log.warning if was_asked_for else log.debug
-                tell("transport.unusable", transport=name, reason=probe.reason)
+                tell("transport.unusable", transport=name, reason=probe.reason, remedy=probe.remedy)
         if not self._found:
             reasons = {name: probe.reason for name, probe in self.refusals.items()}
             remedies = " ".join(probe.remedy for probe in self.refusals.values() if probe.remedy)

@@ -171,6 +171,7 @@ class ShmEndpoint(Endpoint):
             self._client.close()
             raise
         self._process_vm_refusal = self._try_process_vm()
+        self.reaches_all = self._process_vm_refusal is None
 
     @property
     def is_closed(self) -> bool:
@@ -388,7 +389,8 @@ def ptrace_scope(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> int
 
 def ptrace_remedy(scope: int) -> str:
     """Say what to do about a ptrace_scope that keeps process_vm_* from working."""
+    in_mooncakes_place = " (in Mooncake's place: KVXFER_ALLOW_PTRACE=1 in every process)" if scope == 1 else ""
     return (
         f"kernel.yama.ptrace_scope is {scope}: set it to 0 (sysctl kernel.yama.ptrace_scope=0), give the container "
-        "CAP_SYS_PTRACE, or use memory from allocate(), which is mapped and needs neither"
+        f"CAP_SYS_PTRACE, or use memory from allocate(), which is mapped and needs neither{in_mooncakes_place}"
     )

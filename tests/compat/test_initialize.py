@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvxfer
 from kvxfer.compat import mooncake
 from kvxfer.compat.mooncake import environment as environment_of
+from kvxfer.compat.mooncake import logs as mooncake_logs
 from kvxfer.compat.mooncake import running as mooncake_running
+from kvxfer.compat.mooncake import settings
 from kvxfer.compat.mooncake.settings import P2P, Wish, open_engine, transfer_timeout_s
 from kvxfer.transports.rdma import RdmaTransport
+from kvxfer.transports.shm import ShmEndpoint
 
 NO_PORT = kvxfer.Probe(
     "rdma",
@@ -115,15 +121,139 @@ def test_peer_without_shared_memory_is_no_news(engines: list[Any], caplog: pytes
         assert not caplog.records
 
 
-def test_log_level_is_that_of_the_logger(engines: list[Any]) -> None:
-    logger = logging.getLogger("kvxfer")
-    before = logger.level
-    try:
-        open_one(engines, wish(), MC_LOG_LEVEL="ERROR")
+# Which path is in use, and who is told.
 
-        assert logger.level == logging.ERROR
-    finally:
-        logger.setLevel(before)
+
+@pytest.fixture
+def no_process_vm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that lets no engine reach another's memory, as with ptrace_scope 1."""
+    monkeypatch.setattr(ShmEndpoint, "_try_process_vm", lambda self: "process_vm_readv is not permitted")
+
+
+def move_one_row(engine: kvxfer.TransferEngine, peer: kvxfer.TransferEngine, buffers: Any) -> str:
+    """Write a row between two ordinary arrays; returns what carried it."""
+    source, target = buffers
+    engine.register(source)
+    peer.register(target)
+    segment = engine.open_segment(peer.address)
+    batch = engine.submit_write(segment, [source.ctypes.data], [target.ctypes.data], [source.nbytes])
+    batch.wait()
+    assert (target == source).all()
+    return batch.transport
+
+
+@pytest.fixture
+def buffers() -> tuple[Any, Any]:
+    return np.full(4096, 7, np.uint8), np.zeros(4096, np.uint8)
+
+
+def test_two_processes_of_one_host_use_shared_memory(engines: list[Any], buffers: Any) -> None:
+    first, second = open_one(engines, wish()), open_one(engines, wish())
+
+    assert move_one_row(first, second, buffers) == "shm"
+
+
+@pytest.mark.usefixtures("no_process_vm")
+def test_memory_that_shm_does_not_reach_is_told_once_with_the_reason(
+    engines: list[Any], buffers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = open_one(engines, wish()), open_one(engines, wish())
+
+    assert [move_one_row(first, second, buffers) for _ in range(2)] == ["tcp", "tcp"]
+
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert "transport='tcp'" in told[0]
+    assert "process_vm_readv is not permitted" in told[0]
+
+
+@pytest.fixture
+def kvxfer_logger() -> Iterator[logging.Logger]:
+    """The library's logger, put back at the end."""
+    logger = logging.getLogger("kvxfer")
+    level, handlers = logger.level, list(logger.handlers)
+    yield logger
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+@pytest.mark.parametrize(("text", "is_seen"), [("INFO", True), ("TRACE", True), ("WARNING", False), ("ERROR", False)])
+def test_log_level_info_shows_the_path_to_a_peer_on_stderr(
+    engines: list[Any], kvxfer_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, text: str, is_seen: bool
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a program that has configured no logging
+    monkeypatch.setattr(mooncake_logs._handler, "stream", written)
+    mooncake_logs.follow_log_level({"MC_LOG_LEVEL": text})
+    with kvxfer.TransferEngine() as peer:
+        open_one(engines, wish()).open_segment(peer.address)
+
+    lines = [line for line in written.getvalue().splitlines() if "segment.opened" in line]
+    assert len(lines) == is_seen
+    assert all("transport='shm'" in line for line in lines)
+
+
+def test_log_of_a_program_that_configures_logging_is_written_once(
+    kvxfer_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(mooncake_logs._handler, "stream", written)
+    mooncake_logs.follow_log_level({"MC_LOG_LEVEL": "INFO"})
+    theirs = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(theirs)])
+
+    kvxfer_logger.info("something")
+
+    assert (written.getvalue(), theirs.getvalue()) == ("", "something\n")
+
+
+def test_log_level_that_mooncake_does_not_know_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_logs, "_unknown", set())
+    before = logging.getLogger("kvxfer").level
+
+    for _ in range(2):
+        mooncake_logs.follow_log_level({"MC_LOG_LEVEL": "VERBOSE"})
+
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "VERBOSE" in told[0]
+    assert "TRACE" in told[0]
+    assert logging.getLogger("kvxfer").level == before
+
+
+@pytest.mark.parametrize(
+    ("scope", "code", "calls", "word"),
+    [
+        (None, 0, 0, None),
+        (0, 0, 0, None),
+        (1, 0, 1, None),
+        (1, -errno.EPERM, 1, "Operation not permitted"),
+        (2, 0, 0, "ptrace_scope is 2"),
+    ],
+)
+def test_peers_may_reach_memory_where_that_is_asked_for(
+    engines: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scope: int | None,
+    code: int,
+    calls: int,
+    word: str | None,
+) -> None:
+    called: list[int] = []
+    monkeypatch.setattr(settings, "ptrace_scope", lambda: scope)
+    monkeypatch.setattr(settings, "permit_ptrace", lambda: called.append(code) or code)
+
+    open_one(engines, wish())
+    assert not called
+    open_one(engines, wish(), KVXFER_ALLOW_PTRACE="1")
+
+    told = [record.getMessage() for record in caplog.records]
+    assert len(called) == calls
+    assert len(told) == (word is not None)
+    assert all(str(word) in line for line in told)
 
 
 # RDMA.
@@ -168,8 +298,23 @@ def test_calls_after_a_failed_initialize_repeat_its_reason_and_log_nothing_more(
 
 
 @pytest.mark.usefixtures("no_device")
-def test_fallback_that_is_allowed_is_told_once(engines: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    engine = open_one(engines, wish(protocol="rdma"), KVXFER_ALLOW_FALLBACK="1")
+@pytest.mark.parametrize("device_name", ["", "mlx5_0,mlx5_1"])
+def test_failure_is_told_once(device_name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert mooncake.TransferEngine().initialize("127.0.0.1", P2P, "rdma", device_name) == -6
+
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert "mlx5_0:1: the port is DOWN" in told[0]
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize("device_name", ["", "mlx5_0,mlx5_1"])
+def test_fallback_that_is_allowed_is_told_once(
+    engines: list[Any], caplog: pytest.LogCaptureFixture, device_name: str
+) -> None:
+    engine = open_one(engines, wish(protocol="rdma", device_name=device_name), KVXFER_ALLOW_FALLBACK="1")
+    with kvxfer.TransferEngine(transports=("tcp",)) as peer:
+        assert engine.open_segment(peer.address).transport == "tcp"
 
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert engine.transports == ("shm", "tcp")

@@ -23,6 +23,8 @@ This file is generated from `kvxfer/config.py`.
 OTHERS = {
     "KVXFER_ALLOW_FALLBACK": "1: in Mooncake's place, go on over tcp where RDMA was asked for and cannot be had; "
     "[mooncake.md](mooncake.md#without-an-rdma-device)",
+    "KVXFER_ALLOW_PTRACE": "1: in Mooncake's place, let every process of this user reach this one's memory where "
+    "ptrace_scope is 1; [mooncake.md](mooncake.md#shared-memory-under-ptrace_scope)",
     "KVXFER_LIBIBVERBS": "file name or soname of the libibverbs to open, in place of `libibverbs.so.1`",
     "KVXFER_TRACEBACK": "1: the commands show the traceback of an error, not only its message",
     "KVXFER_UML_KERNEL": "the kernel that `tests/lab/run-in-uml.sh` and `LAB=uml make lab` boot; read by the lab only; "

@@ -26,7 +26,8 @@ VARIABLES: dict[str, str] = {
     "MC_LEGACY_RPC_PORT_BINDING": "set to anything, with a metadata server: listen on the port of the host name",
     "MC_TCP_BIND_ADDRESS": "with a metadata server: the address that is told to peers",
     "MC_USE_IPV6": "set to anything: listen on IPv6 as well",
-    "MC_LOG_LEVEL": "level of the `kvxfer` logger of `logging`: TRACE, INFO, WARNING or ERROR",
+    "MC_LOG_LEVEL": "level of the `kvxfer` logger of `logging`: TRACE, INFO, WARNING or ERROR; on stderr where no "
+    "logging is configured",
     "MC_CUSTOM_TOPO_JSON": "file that get_local_topology returns",
     "MC_TE_FILTERS": "RDMA devices to use where device_name is empty: rdma_devices",
     "MC_IB_PORT": "the one port of each RDMA device to use; every active one if not set",

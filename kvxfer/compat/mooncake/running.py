@@ -30,6 +30,7 @@ from kvxfer.addresses import format_host_port, parse_host_port
 from kvxfer.compat.mooncake.arguments import Rows
 from kvxfer.compat.mooncake.codes import Code
 from kvxfer.compat.mooncake.environment import warn_of_ignored
+from kvxfer.compat.mooncake.logs import follow_log_level
 from kvxfer.compat.mooncake.memory import BufferPool
 from kvxfer.compat.mooncake.own import Own
 from kvxfer.compat.mooncake.regions import Registrations
@@ -60,6 +61,7 @@ class Running:
     """One initialised engine."""
 
     def __init__(self, wish: Wish, environment: Mapping[str, str]) -> None:
+        follow_log_level(environment)
         warn_of_ignored(environment)
         self._timeout_s = transfer_timeout_s(environment)
         self._pid = os.getpid()

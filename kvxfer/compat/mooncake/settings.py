@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import logging
+import os
 import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer import ConfigError, DeviceNotFoundError, Probe, TransferEngine
+from kvxfer import ConfigError, DeviceNotFoundError, EngineConfig, Probe, TransferEngine
 from kvxfer.addresses import is_wildcard, parse_host_port
 from kvxfer.compat.mooncake.environment import is_on, read_number
 from kvxfer.log import get_logger
+from kvxfer.system.calls import permit_ptrace
+from kvxfer.transport_set import TransportSet
+from kvxfer.transports.shm import ptrace_remedy, ptrace_scope
 
 __all__ = ["P2P", "Wish", "listen_ports", "open_engine", "transfer_timeout_s"]
 
 P2P = "P2PHANDSHAKE"
 ALLOW_FALLBACK = "KVXFER_ALLOW_FALLBACK"
+ALLOW_PTRACE = "KVXFER_ALLOW_PTRACE"
 PORT_RANGE = (15000, 17000)  # Mooncake's
 PORT_TRIES = 500  # Mooncake's
 LANES = 4  # Mooncake's
 HANDSHAKE_PORT = 12001  # Mooncake's
 TIMEOUT_S, TIMEOUT_S_MIN = 30.0, 5.0  # Mooncake's
 CONNECT_TIMEOUT_S = 5.0  # Mooncake's
-LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 
 log = get_logger(__name__)
 
@@ -78,9 +81,6 @@ def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
     Raises ConfigError for what cannot be meant; DeviceNotFoundError where RDMA is asked for, no device can carry it and
     nothing allows another transport.
     """
-    level = LEVELS.get(environment.get("MC_LOG_LEVEL", ""))
-    if level is not None:
-        logging.getLogger("kvxfer").setLevel(level)
     protocol = "tcp" if "MC_FORCE_TCP" in environment else wish.protocol
     if protocol not in ("tcp", "rdma"):
         raise ConfigError(
@@ -106,17 +106,42 @@ def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
     if advertised and not is_wildcard(advertised):
         settings["advertise_host"] = advertised
     settings = {name: value for name, value in settings.items() if f"KVXFER_{name.upper()}" not in environment}
+    config = EngineConfig.resolve(**settings)
+    needs_rdma = wants_rdma and "rdma" in config.transports and "tcp" not in config.transports
+    if needs_rdma and config.rdma_devices is not None:  # before an engine warns of what the error will tell
+        _check_device(wish, TransportSet(config).probe())
     engine = _listen(settings, wish, environment)
-    if "transports" in settings:
-        engine._transports.quiet_about = frozenset({"shm"})  # nobody asked for it, and peers on other hosts have none
-    wanted = engine.config.transports
-    if wants_rdma and "rdma" in wanted and "rdma" not in engine.transports:
-        probe = next(one for one in engine.probe() if one.transport == "rdma")
-        if "tcp" not in engine.transports:
+    if needs_rdma and "rdma" not in engine.transports:
+        try:
+            _check_device(wish, engine.probe())
+        finally:
             engine.close()
-            raise _no_device(wish, probe)
-        log.warning("mooncake.rdma_unusable", reason=probe.reason, remedy=probe.remedy, transports=engine.transports)
+    refusal = engine._transports.refusals.get("rdma")
+    if wants_rdma and refusal is not None and config.rdma_devices is None:  # else the engine has told
+        names = engine.transports
+        log.warning("mooncake.rdma_unusable", reason=refusal.reason, remedy=refusal.remedy, transports=names)
+    if "transports" in settings:  # peers on other hosts have no shm, and nobody asked for it
+        engine._transports.asked_for = frozenset({"rdma"} if wants_rdma and refusal is None else ())
+    if is_on(environment, ALLOW_PTRACE):
+        _allow_ptrace()
     return engine
+
+
+def _check_device(wish: Wish, probes: list[Probe]) -> None:
+    """Raise what is told of the probe of RDMA, if no device can be used."""
+    probe = next(one for one in probes if one.transport == "rdma")
+    if not probe.usable:
+        raise _no_device(wish, probe)
+
+
+def _allow_ptrace() -> None:
+    scope = ptrace_scope()
+    code = permit_ptrace() if scope == 1 else 0
+    if code or scope not in (None, 0, 1):
+        reason = (
+            f"prctl(PR_SET_PTRACER) failed: {os.strerror(-code)}" if code else f"kernel.yama.ptrace_scope is {scope}"
+        )
+        log.warning("mooncake.ptrace_refused", reason=reason, remedy=ptrace_remedy(scope or 0))
 
 
 def _no_device(wish: Wish, probe: Probe) -> DeviceNotFoundError:

@@ -29,6 +29,7 @@ from kvxfer.compat.mooncake.own import rdma_nics
 from kvxfer.compat.mooncake.settings import P2P
 from kvxfer.compat.mooncake.target import MooncakeTarget, NativeTarget, OwnTarget, Target
 from kvxfer.compat.mooncake.tickets import Senders
+from kvxfer.log import get_logger
 from kvxfer.mooncake.peer import MooncakePeer
 from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from kvxfer.mooncake.rdma import MooncakeRdmaPeer
 
 __all__ = ["Targets"]
+
+log = get_logger(__name__)
 
 
 class Targets:
@@ -117,7 +120,9 @@ class Targets:
             timeout_s = self._engine.config.handshake_timeout_s
             return self._directory.find(name, deadline=time.monotonic() + timeout_s)
 
-        return MooncakeTarget(self._open_wire(name, descriptor, at, refresh), refresh, at, self._senders)
+        peer = self._open_wire(name, descriptor, at, refresh)
+        log.info("mooncake.peer_opened", peer=name, transport="tcp" if isinstance(peer, MooncakePeer) else "rdma")
+        return MooncakeTarget(peer, refresh, at, self._senders)
 
     def _open_wire(
         self, name: str, descriptor: SegmentDescriptor, at: HostPort, refresh: Callable[[], SegmentDescriptor]
