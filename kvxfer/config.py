@@ -20,7 +20,15 @@ from typing import Any
 
 from kvxfer.errors import ConfigError
 from kvxfer.log import get_logger
-from kvxfer.rdma_names import DevicePort, GidIndex, parse_devices, parse_gid_index
+from kvxfer.rdma_names import (
+    ATTRIBUTE_SETTINGS,
+    DevicePort,
+    GidIndex,
+    PortValues,
+    parse_attributes,
+    parse_devices,
+    parse_gid_index,
+)
 from kvxfer.setting import PREFIX, Setting
 
 __all__ = ["EngineConfig"]
@@ -213,6 +221,15 @@ class EngineConfig:
         synonyms=("MC_MTU",),
         choices=(256, 512, 1024, 2048, 4096),
     )
+    rdma_read_depth: int = _setting(
+        "requests",
+        16,
+        "READs of one queue pair on their way at once; the devices' limits are bounds as well",
+        "perftest's and Mooncake's value; more brings nothing at 64 KiB",
+        low=1,
+        high=255,
+        parse=int,
+    )
     rdma_send_depth: int = _setting(
         "requests",
         256,
@@ -264,6 +281,13 @@ class EngineConfig:
         parse=int,
         synonyms=("MC_IB_SL",),
     )
+    rdma_attributes: PortValues | None = _setting(
+        "attributes of devices or ports, such as 'mlx5_0:read_depth=1,mlx5_1:2:path_mtu=1024'",
+        None,
+        f"{', '.join(ATTRIBUTE_SETTINGS)} of single devices or ports here, before the settings for all",
+        "all as the settings above",
+        convert=parse_attributes,
+    )
     rdma_chunk_nbytes_max: int | None = _setting(
         "bytes",
         None,
@@ -281,6 +305,7 @@ class EngineConfig:
         object.__setattr__(self, "transports", self.check_transports(self.transports))
         for row in self.settings():
             object.__setattr__(self, row.name, row.check(getattr(self, row.name)))
+        self._check_attributes()
         if self.key is not None and len(self.key) < KEY_NBYTES_MIN:
             raise ConfigError(
                 f"key has {len(self.key)} bytes; it takes at least {KEY_NBYTES_MIN}.",
@@ -296,6 +321,24 @@ class EngineConfig:
                 other_setting="keepalive_interval_s",
                 value=self.keepalive_timeout_s,
             )
+
+    def _check_attributes(self) -> None:
+        """Raise ConfigError for an attribute of a device that is outside the range of the setting for all."""
+        rows = {row.name: row for row in self.settings()}
+        for where, name, value in self.rdma_attributes.rows if self.rdma_attributes else ():
+            row = rows[ATTRIBUTE_SETTINGS[name]]
+            if not row.low <= value <= row.high or (row.choices and value not in row.choices):
+                raise ConfigError(
+                    f"rdma_attributes has {where}:{name}={value}; {name} takes {row.allowed}.",
+                    remedy=f"{row.meaning[:1].upper()}{row.meaning[1:]}; for all devices it is {row.name}.",
+                    setting="rdma_attributes",
+                    value=value,
+                )
+
+    def rdma_attribute(self, name: str, device: str, port: int) -> int:
+        """Return an attribute of queue pairs (a key of ATTRIBUTE_SETTINGS) as it is set for a port here."""
+        given = self.rdma_attributes.of(name, device, port) if self.rdma_attributes else None
+        return int(getattr(self, ATTRIBUTE_SETTINGS[name])) if given is None else given
 
     @classmethod
     def settings(cls) -> list[Setting]:

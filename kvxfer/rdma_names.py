@@ -1,4 +1,4 @@
-"""How settings name RDMA devices, ports and GID rows: 'mlx5_0:2,mlx5_1' and 'mlx5_1:3,mlx5_2:6'.
+"""How settings name RDMA devices, ports, GID rows and attributes: 'mlx5_0:2,mlx5_1', 'mlx5_1:3', 'mlx5_0:timeout=20'.
 
 Pure. What cannot be meant raises ValueError that says what is wrong; `config.py` adds where it came from.
 """
@@ -10,11 +10,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DevicePort", "GidIndex", "parse_devices", "parse_gid_index"]
+__all__ = [
+    "ATTRIBUTE_SETTINGS",
+    "DevicePort",
+    "GidIndex",
+    "PortValues",
+    "parse_attributes",
+    "parse_devices",
+    "parse_gid_index",
+]
 
 PORT_MAX = 255  # ibv_qp_attr.port_num is a byte
 GID_INDEX_MAX = 255  # ibv_global_route.sgid_index is a byte
 GID_INDEX_AUTOMATIC = -1
+ATTRIBUTE_SETTINGS = {
+    "path_mtu": "path_mtu_nbytes_max",
+    "read_depth": "rdma_read_depth",
+    "send_depth": "rdma_send_depth",
+    "timeout": "rdma_timeout",
+    "retry_count": "rdma_retry_count",
+    "hop_limit": "rdma_hop_limit",
+    "traffic_class": "rdma_traffic_class",
+    "service_level": "rdma_service_level",
+}
+"""Attributes of queue pairs that single devices or ports may have values of their own for; the setting for all."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -48,6 +67,47 @@ class GidIndex:
         rows = [] if self.everywhere is None else [str(self.everywhere)]
         rows += [f"{device}:{GID_INDEX_AUTOMATIC if row is None else row}" for device, row in self.by_device]
         return ",".join(rows)
+
+
+@dataclass(frozen=True)
+class PortValues:
+    """Attributes that the user gave single devices or ports: (where, name, value)."""
+
+    rows: tuple[tuple[DevicePort, str, int], ...]
+
+    def of(self, name: str, device: str, port: int) -> int | None:
+        """Return what was given for a port, or else for its device; None where nothing was."""
+        given = {where: value for where, row_name, value in self.rows if row_name == name}
+        return given.get(DevicePort(device, port), given.get(DevicePort(device)))
+
+    def __str__(self) -> str:
+        return ",".join(f"{where}:{name}={value}" for where, name, value in self.rows)
+
+
+def parse_attributes(value: object) -> PortValues:
+    """Return the values of 'mlx5_0:read_depth=1,mlx5_1:2:path_mtu=1024', or of a list of such items; raises ValueError.
+
+    Ranges are the caller's to check.
+    """
+    if isinstance(value, PortValues):
+        return value
+    rows: dict[tuple[DevicePort, str], int] = {}
+    for item in _items(value):
+        place, equals, number = str(item).strip().partition("=")
+        where, _, name = place.rpartition(":")
+        if not equals or not where:
+            raise ValueError(f"{item!r} is no DEVICE:ATTRIBUTE=VALUE")
+        if name not in ATTRIBUTE_SETTINGS:
+            raise ValueError(f"there is no attribute {name!r}; there is {', '.join(ATTRIBUTE_SETTINGS)}")
+        if not re.fullmatch("[0-9]{1,9}", number):
+            raise ValueError(f"{number!r} is no number")
+        key = _parse_device(where), name
+        if key in rows:
+            raise ValueError(f"it gives {where}:{name} twice")
+        rows[key] = int(number)
+    if not rows:
+        raise ValueError("it is empty")
+    return PortValues(tuple((where, name, number) for (where, name), number in rows.items()))
 
 
 def parse_devices(value: object) -> tuple[DevicePort, ...]:

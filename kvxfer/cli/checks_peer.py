@@ -127,7 +127,7 @@ def _attribute_checks(nics: tuple[Nic, ...], offers: list[PortOffer], engine: Tr
         there = next((one for one in offers if one.link_layer is nic.port.link_layer), None)
         if there is None:
             continue
-        attributes = best_attributes(nic, there, engine.config)
+        attributes = best_attributes(nic, there)
         rows = compare_attributes(nic.context.limits, nic.port, attributes, active_mtu_there=there.mtu.nbytes)
         table, notes = draw_attributes(rows)
         yield Check(

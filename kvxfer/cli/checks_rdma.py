@@ -23,7 +23,7 @@ from kvxfer.verbs.device import Context
 from kvxfer.verbs.enums import Access, ForkStatus, GidType, LinkLayer
 from kvxfer.verbs.gid_candidate import GidCandidate, GidScope, NetdevState
 from kvxfer.verbs.library import LIBRARY_VARIABLE, VerbsLibrary, errno_text, ffi, load_library
-from kvxfer.verbs.port_offer import mtu_of_interface, plan_read_depth
+from kvxfer.verbs.port_offer import mtu_of_interface
 from kvxfer.verbs.sysfs import list_sysfs_devices
 
 __all__ = ["check_libibverbs", "check_memlock", "rdma_checks"]
@@ -293,15 +293,15 @@ def _gid_remedy(best: GidCandidate) -> str:
 def _limits_check(device: DeviceSurvey, one: PortSurvey) -> Check:
     limits = device.limits
     assert limits is not None  # it was opened
-    depth = plan_read_depth(limits, queue_pairs=1)
-    is_any = limits.max_mr_size >= ANY_SIZE_NBYTES
-    region = "any size" if is_any else f"at most {format_size(limits.max_mr_size)}"
+    depth = one.attributes.read_depth
+    is_any = device.region_nbytes_max >= ANY_SIZE_NBYTES
+    region = "any size" if is_any else f"at most {format_size(device.region_nbytes_max)}"
     return Check(
         f"{one.name} limits",
         "ok",
         f"regions of {region}, messages of at most {format_size(one.port.message_nbytes_max)}, {limits.max_qp:,} queue "
-        f"pairs of {limits.max_qp_wr:,} requests and {limits.max_sge} pieces, {depth.initiator} READs asked and "
-        f"{depth.responder} answered at once, {limits.max_cqe:,} completions in a queue",
+        f"pairs, each of {one.attributes.send_depth:,} requests with {depth.initiator} READs asked and "
+        f"{depth.responder} answered at once",
     )
 
 

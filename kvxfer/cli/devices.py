@@ -5,6 +5,7 @@ What is shown comes from `rdma_survey.py`; this file lays it out in four tables:
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import json
 import sys
@@ -24,7 +25,7 @@ from kvxfer.rdma_names import parse_devices
 from kvxfer.verbs.enums import LinkLayer
 from kvxfer.verbs.gid import format_gid
 from kvxfer.verbs.library import VerbsLibrary, load_library
-from kvxfer.verbs.port_offer import plan_read_depth
+from kvxfer.verbs.port_offer import agree_mtu
 
 __all__ = ["draw_devices", "run"]
 
@@ -77,7 +78,7 @@ def select(found: Sequence[DeviceSurvey], names: Sequence[str]) -> list[DeviceSu
             port for port in device.ports if any(item.includes(device.name, port.port.number) for item in wanted)
         )
         if ports:
-            kept.append(DeviceSurvey(device.device, device.sysfs, device.problem, device.remedy, device.limits, ports))
+            kept.append(dataclasses.replace(device, ports=ports))
     return kept
 
 
@@ -113,7 +114,8 @@ def _draw_ports(found: Sequence[DeviceSurvey], style: Style) -> str:
 
 
 def _port_cells(device: DeviceSurvey, one: PortSurvey) -> list[str]:
-    active, most = one.port.active_mtu.nbytes, one.port.max_mtu.nbytes
+    active = agree_mtu(one.port.active_mtu, nbytes_max=one.attributes.path_mtu_nbytes_max).nbytes
+    most = one.port.max_mtu.nbytes
     node = device.sysfs.numa_node
     return [
         one.name,
@@ -224,23 +226,21 @@ def _draw_limits(ports: Sequence[tuple[DeviceSurvey, PortSurvey]], style: Style)
         "message",
         "queue pairs",
         "requests",
-        "pieces",
-        "completions",
         "READs asked",
         "answered",
     ]
-    align: list[Align] = ["<", *[">"] * 8]  # type: ignore[list-item]
+    align: list[Align] = ["<", *[">"] * 6]  # type: ignore[list-item]
     rows = []
     for device, one in ports:
         limits = device.limits
         assert limits is not None  # a device that could not be opened has no ports
-        depth = plan_read_depth(limits, queue_pairs=1)
-        is_any = limits.max_mr_size >= UNLIMITED_NBYTES
-        counts = (limits.max_qp, limits.max_qp_wr, limits.max_sge, limits.max_cqe, depth.initiator, depth.responder)
+        depth = one.attributes.read_depth
+        is_any = device.region_nbytes_max >= UNLIMITED_NBYTES
+        counts = (limits.max_qp, one.attributes.send_depth, depth.initiator, depth.responder)
         rows.append(
             [
                 one.name,
-                "any size" if is_any else format_size(limits.max_mr_size),
+                "any size" if is_any else format_size(device.region_nbytes_max),
                 format_size(one.port.message_nbytes_max),
                 *(f"{count:,}" for count in counts),
             ]

@@ -178,7 +178,7 @@ def check_rails(
         finally:
             free.put(slot)
 
-    pairs = list(_find_pairs(transport, offers, engine.config, address))
+    pairs = list(_find_pairs(transport, offers, address))
     with ThreadPoolExecutor(parallel, thread_name_prefix="kvxfer-rail") as workers:
         return list(workers.map(check, pairs))
 
@@ -193,9 +193,7 @@ class _Pair:
     no_path: str = ""
 
 
-def _find_pairs(
-    transport: RdmaTransport, offers: list[tuple[str, PortOffer]], config: EngineConfig, peer: str
-) -> Iterator[_Pair]:
+def _find_pairs(transport: RdmaTransport, offers: list[tuple[str, PortOffer]], peer: str) -> Iterator[_Pair]:
     for nic in transport.nics:
         for kind, offer in offers:
             problem = ""
@@ -203,7 +201,7 @@ def _find_pairs(
                 pair_rails([nic], [(kind, offer)], peer)
             except UnsupportedError as error:
                 problem = next(iter(error.values.get("reasons", {}).values()), error.message)
-            yield _Pair(nic.name, f"{offer.device}:{offer.port}", best_attributes(nic, offer, config), problem)
+            yield _Pair(nic.name, f"{offer.device}:{offer.port}", best_attributes(nic, offer), problem)
 
 
 class _Trial:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import DeviceUnusableError, KvxferError
 from kvxfer.system.interfaces import Interface, IpAddress, list_interfaces
+from kvxfer.transports.rdma_attributes import PortAttributes
 from kvxfer.verbs.device import Context, Device, DeviceLimits, Port, list_devices
 from kvxfer.verbs.gid import GidTable, format_gid, read_gid_table
 from kvxfer.verbs.gid_candidate import GidCandidate, find_candidates
 from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
-from kvxfer.verbs.partition import Partition, choose_partition, read_partitions
+from kvxfer.verbs.partition import DEFAULT_PKEY, Partition, choose_partition, read_partitions
 from kvxfer.verbs.port import NOT_WANTED, check_wanted, judge_ports
-from kvxfer.verbs.port_offer import PortOffer, plan_read_depth
+from kvxfer.verbs.port_offer import PortOffer
 from kvxfer.verbs.rails import find_shared_gids
 from kvxfer.verbs.routes import Route, find_route
 from kvxfer.verbs.sysfs import SysfsDevice
@@ -68,12 +69,14 @@ class GidRow:
 class PortSurvey:
     """One port.
 
-    is_carrier: it could carry data, whatever its GIDs and partitions. problem: why kvxfer cannot use it, or "".
+    attributes: what its queue pairs would begin with. is_carrier: it could carry data, whatever its GIDs and
+    partitions. problem: why kvxfer cannot use it, or "".
     partition: the row of its partition key table that is used. partitions: all rows that are in use.
     interfaces: those that its GIDs are addresses of.
     """
 
     port: Port
+    attributes: PortAttributes
     is_carrier: bool
     problem: str
     warning: str
@@ -112,6 +115,7 @@ class PortSurvey:
             "gbps": port.gbps,
             "rate": self.rate,
             "max_msg_sz": port.max_msg_sz,
+            "attributes": dataclasses.asdict(self.attributes),
             "gid_tbl_len": port.gid_tbl_len,
             "pkey_tbl_len": port.pkey_tbl_len,
             "needs_grh": port.needs_grh,
@@ -136,13 +140,17 @@ class PortSurvey:
 
 @dataclass(frozen=True)
 class DeviceSurvey:
-    """One device. problem: why it could not be opened, with remedy; then it has no limits and no ports."""
+    """One device. problem: why it could not be opened, with remedy; then it has no limits and no ports.
+
+    region_nbytes_max: the longest memory that is registered with it at once.
+    """
 
     device: Device
     sysfs: SysfsDevice
     problem: str = ""
     remedy: str = ""
     limits: DeviceLimits | None = None
+    region_nbytes_max: int = 0
     ports: tuple[PortSurvey, ...] = ()
 
     @property
@@ -209,7 +217,8 @@ def survey_device(
                 _survey_port(context, verdict.port, verdict.reason, sysfs, config, interfaces, destination)
                 for verdict in verdicts
             )
-            return DeviceSurvey(device, sysfs, limits=context.limits, ports=ports)
+            region_nbytes_max = config.rdma_chunk_nbytes_max or context.limits.max_mr_size
+            return DeviceSurvey(device, sysfs, limits=context.limits, region_nbytes_max=region_nbytes_max, ports=ports)
     except KvxferError as error:
         return DeviceSurvey(device, sysfs, problem=error.message, remedy=error.remedy)
 
@@ -217,12 +226,10 @@ def survey_device(
 def find_warnings(found: Sequence[DeviceSurvey]) -> list[str]:
     """Return what is odd about the ports together: those that share an address."""
     offers = [
-        PortOffer.of(
-            one.port, one.choice.offered, read_depth=plan_read_depth(device.limits, queue_pairs=1), pkey=0xFFFF
-        )
+        PortOffer.of(one.port, one.choice.offered, read_depth=one.attributes.read_depth, pkey=DEFAULT_PKEY)
         for device in found
         for one in device.ports
-        if device.limits is not None and one.choice is not None and not one.problem
+        if one.choice is not None and not one.problem
     ]
     return find_shared_gids(offers)
 
@@ -257,6 +264,7 @@ def _survey_port(
     names = {row.candidate.netdev for row in rows}
     return PortSurvey(
         port=port,
+        attributes=PortAttributes.of(config, context.limits, context.name, port.number),
         is_carrier=is_carrier,
         problem=problem,
         warning=choice.warning if choice else "",

@@ -267,7 +267,7 @@ class MooncakeRdmaPeer:
         link = PeerLink(self.name, "", _no_socket, lambda *_: True, _no_notification, _no_question)
         return RdmaEndpoint(rails, link, self._config, self._connect)
 
-    def _connect(self, rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -> SendQueue:
+    def _connect(self, rail: Rail, link: PeerLink, deadline: float) -> SendQueue:
         """Connect by Mooncake's handshake; the first of its queue pairs is the one that is used.
 
         Raises TransportUnavailableError with what either end said.
@@ -275,7 +275,7 @@ class MooncakeRdmaPeer:
         rail.nic.refresh()
         pairs = rank_gid_pairs(rail.nic.choice.offered, rail.remote.gids)
         gids = pairs[0] if pairs else None
-        attributes = _attributes(rail.nic, config)
+        attributes = _attributes(rail.nic)
         channel = completions = None
         queue_pairs: list[QueuePair] = []
         try:
@@ -365,9 +365,8 @@ class MooncakeRdmaAnswer:
     `close`.
     """
 
-    def __init__(self, nics: Sequence[Nic], config: EngineConfig, own_name: Callable[[], str]) -> None:
+    def __init__(self, nics: Sequence[Nic], own_name: Callable[[], str]) -> None:
         self._nics = {nic.context.name: nic for nic in reversed(nics)}
-        self._config = config
         self._own_name = own_name
         self._changed = threading.Condition(threading.Lock())
         self._making_count = 0
@@ -441,7 +440,7 @@ class MooncakeRdmaAnswer:
             raise PeerRefusedError(f"a connection without a usable local_gid or local_lid: {str(asked)[:200]}")
         offer = _offer_of(DeviceDescriptor("peer", lid, _gid_text(gid) if gid else ""), nic)
         pairs = rank_gid_pairs(nic.choice.offered, offer.gids)
-        attributes = _attributes(nic, self._config)
+        attributes = _attributes(nic)
         address = build_address_vector(nic.offer(), offer, pairs[0] if pairs else None, hop_limit=attributes.hop_limit)
         made: list[QueuePair] = []
         try:
@@ -468,18 +467,19 @@ class MooncakeRdmaAnswer:
         )
 
 
-def _attributes(nic: Nic, config: EngineConfig) -> QueuePairAttributes:
+def _attributes(nic: Nic) -> QueuePairAttributes:
     """What both ends of such a connection have, as far as it is ours to say."""
+    own = nic.attributes
     return QueuePairAttributes(
         path_mtu=nic.offer().mtu.nbytes,
-        read_depth=min(READ_DEPTH, nic.read_depth.initiator),
-        send_depth=min(config.rdma_send_depth, nic.context.limits.max_qp_wr, nic.context.limits.max_cqe),
+        read_depth=min(READ_DEPTH, own.read_depth.initiator),
+        send_depth=own.send_depth,
         timeout=TIMEOUT,
         retry_count=RETRY_COUNT,
         min_rnr_timer=MIN_RNR_TIMER,
-        hop_limit=config.rdma_hop_limit,
-        traffic_class=config.rdma_traffic_class,
-        service_level=config.rdma_service_level,
+        hop_limit=own.hop_limit,
+        traffic_class=own.traffic_class,
+        service_level=own.service_level,
     )
 
 
@@ -498,7 +498,7 @@ def _bring_up(
         dest_qp_num=number,
         path_mtu=Mtu.of_nbytes(attributes.path_mtu),
         rq_psn=PSN,
-        max_dest_rd_atomic=min(READ_DEPTH, nic.read_depth.responder),
+        max_dest_rd_atomic=min(READ_DEPTH, nic.attributes.read_depth.responder),
         min_rnr_timer=attributes.min_rnr_timer,
     )
     queue_pair.to_rts(

@@ -34,7 +34,6 @@ from kvxfer.verbs.queue_pair import QueuePairCapabilities
 from kvxfer.verbs.rails import GID_PAIRS_ASKED_MAX
 
 if TYPE_CHECKING:
-    from kvxfer.config import EngineConfig
     from kvxfer.transports.base import PeerLink
     from kvxfer.transports.rdma_nic import Nic
     from kvxfer.transports.rdma_rail import Rail
@@ -54,7 +53,7 @@ log = get_logger(__name__)
 _numbers = itertools.count(1)
 
 
-def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -> SendQueue:
+def connect(rail: Rail, link: PeerLink, deadline: float) -> SendQueue:
     """Connect a new queue pair, going down the ladder as far as it must, before `deadline` (monotonic seconds).
 
     Each pair of GIDs is tried once with each rung; who calls tries again where the network may need time.
@@ -70,12 +69,12 @@ def connect(rail: Rail, link: PeerLink, config: EngineConfig, deadline: float) -
         is_renewed = False
         while gid_pairs:
             gids = gid_pairs.pop(0)
-            ladder = Ladder(lower_to_what_worked(kinds, best_attributes(rail.nic, rail.remote, config)))
+            ladder = Ladder(lower_to_what_worked(kinds, best_attributes(rail.nic, rail.remote)))
             failed: _StepFailedError | None = None
             while failed is None or time.monotonic() < deadline:
                 attributes = ladder.attributes
                 try:
-                    queue = _try(rail, link, config, gids, attributes, deadline)
+                    queue = _try(rail, link, gids, attributes, deadline)
                 except _StepFailedError as error:
                     failed = error
                     change = ladder.descend(failed.step, failed.side, failed.number)
@@ -131,20 +130,19 @@ def _gid_pairs(rail: Rail) -> list[GidPair | None]:
     return list(rail.prefer_gids(with_route)[:GID_PAIRS_MAX])
 
 
-def best_attributes(nic: Nic, remote: PortOffer, config: EngineConfig) -> QueuePairAttributes:
-    """Return the best that a port of ours and one of the peer's say they can do together."""
-    offer = nic.offer()
-    mtu = agree_mtu(offer.mtu, remote.mtu, nbytes_max=config.path_mtu_nbytes_max)
-    limits = nic.context.limits
+def best_attributes(nic: Nic, remote: PortOffer) -> QueuePairAttributes:
+    """Return the best that a port of ours and one of the peer's say they can do together, within the settings."""
+    offer, own = nic.offer(), nic.attributes
+    mtu = agree_mtu(offer.mtu, remote.mtu, nbytes_max=own.path_mtu_nbytes_max)
     return QueuePairAttributes(
         path_mtu=mtu.nbytes,
         read_depth=agree_read_depth(offer.read_depth, remote.read_depth).initiator,
-        send_depth=min(config.rdma_send_depth, limits.max_qp_wr, limits.max_cqe),
-        timeout=config.rdma_timeout,
-        retry_count=config.rdma_retry_count,
-        hop_limit=config.rdma_hop_limit,
-        traffic_class=config.rdma_traffic_class,
-        service_level=config.rdma_service_level,
+        send_depth=own.send_depth,
+        timeout=own.timeout,
+        retry_count=own.retry_count,
+        hop_limit=own.hop_limit,
+        traffic_class=own.traffic_class,
+        service_level=own.service_level,
         is_global=True if offer.link_layer is LinkLayer.ETHERNET else None,
     )
 
@@ -152,7 +150,6 @@ def best_attributes(nic: Nic, remote: PortOffer, config: EngineConfig) -> QueueP
 def _try(
     rail: Rail,
     link: PeerLink,
-    config: EngineConfig,
     gids: GidPair | None,
     attributes: QueuePairAttributes,
     deadline: float,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connect", "Mender"]
 
-Connect = Callable[["Rail", "PeerLink", "EngineConfig", float], "SendQueue"]
+Connect = Callable[["Rail", "PeerLink", float], "SendQueue"]
 
 MORE_S = 1.0
 """How long a rail more may take: what waits for it could begin without."""
@@ -218,7 +218,7 @@ class Mender:
         """Connect a rail; why not, where that fails. Takes the lock by itself. Raises why all is over."""
         before = rail.number
         try:
-            queue = self._connect(rail, self._link, self._config, deadline)
+            queue = self._connect(rail, self._link, deadline)
         except KvxferError as exc:
             error = exc if isinstance(exc, TransportUnavailableError) else _as_unavailable(rail, exc)
             with self._changed:

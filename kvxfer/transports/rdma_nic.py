@@ -20,6 +20,7 @@ from kvxfer.errors import DeviceUnusableError, KvxferError
 from kvxfer.log import get_logger
 from kvxfer.memory.chunks import CHUNK_DTYPE
 from kvxfer.system.interfaces import Interface, list_interfaces
+from kvxfer.transports.rdma_attributes import PortAttributes
 from kvxfer.transports.rdma_keys import KeyTable
 from kvxfer.verbs.device import AsyncEvent, Context, Port, list_devices
 from kvxfer.verbs.enums import EventType, GidType, PortState
@@ -28,7 +29,7 @@ from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
 from kvxfer.verbs.library import VerbsLibrary
 from kvxfer.verbs.partition import Partition, choose_partition
 from kvxfer.verbs.port import check_wanted, judge_ports
-from kvxfer.verbs.port_offer import PortOffer, ReadDepth, plan_read_depth
+from kvxfer.verbs.port_offer import PortOffer
 from kvxfer.verbs.sysfs import SysfsDevice
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
     from kvxfer.verbs.protection_domain import ProtectionDomain
 
 __all__ = ["Nic", "NicSurvey", "close_devices", "find_nics", "open_nics"]
-
-QUEUE_PAIRS_PLANNED = 64
-"""Connections that a device with one read budget for all of them is planned for; Ionic has 16 reads in all."""
-READ_DEPTH_MAX = 16
-"""READs of one queue pair on their way at once: perftest's and Mooncake's value; more brings nothing at 64 KiB."""
 
 log = get_logger(__name__)
 
@@ -85,7 +81,7 @@ class Nic:
         limits = context.limits
         self.kind = f"{limits.vendor_id:#x}/{limits.vendor_part_id}/{limits.fw_ver}"
         """Vendor, part and firmware: devices of one kind take the same attributes."""
-        self.read_depth: ReadDepth = plan_read_depth(limits, queue_pairs=QUEUE_PAIRS_PLANNED, depth_max=READ_DEPTH_MAX)
+        self.attributes = PortAttributes.of(config, limits, context.name, port.number)
         self.is_down = False
         """Whether its port went down, or the device was removed, since it was opened."""
         self.nbytes_sent = 0
@@ -102,9 +98,9 @@ class Nic:
         return PortOffer.of(
             self.port,
             self.choice.offered,
-            read_depth=self.read_depth,
+            read_depth=self.attributes.read_depth,
             pkey=self.partition.pkey,
-            mtu_nbytes_max=self._config.path_mtu_nbytes_max,
+            mtu_nbytes_max=self.attributes.path_mtu_nbytes_max,
             numa_node=self.numa_node,
         )
 

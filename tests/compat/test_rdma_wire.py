@@ -177,7 +177,7 @@ def ask_for(name: str, *numbers: int, is_ready: bool = False) -> dict[str, objec
 @pytest.fixture
 def answers(hosts: FakeHosts) -> Iterator[MooncakeRdmaAnswer]:
     b = hosts.engine("b")
-    answers = MooncakeRdmaAnswer(rdma_nics(b), b.config, lambda: "b")
+    answers = MooncakeRdmaAnswer(rdma_nics(b), lambda: "b")
     yield answers
     answers.close()
 

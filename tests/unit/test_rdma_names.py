@@ -9,7 +9,7 @@ import pytest
 
 from kvxfer.config import EngineConfig
 from kvxfer.errors import ConfigError
-from kvxfer.rdma_names import DevicePort, GidIndex, parse_devices, parse_gid_index
+from kvxfer.rdma_names import ATTRIBUTE_SETTINGS, DevicePort, GidIndex, parse_devices, parse_gid_index
 
 
 def resolve(environment: dict[str, str] | None = None, **arguments: Any) -> EngineConfig:
@@ -100,3 +100,42 @@ def test_preferences_are_read() -> None:
     config = resolve({"KVXFER_GID_SUBNET": "192.0.2.0/24", "KVXFER_GID_INTERFACE": "eth2.10"})
 
     assert (str(config.gid_subnet), config.gid_interface) == ("192.0.2.0/24", "eth2.10")
+
+
+def test_attributes_are_those_of_the_port_then_of_its_device_then_of_all() -> None:
+    config = resolve({"KVXFER_RDMA_ATTRIBUTES": "mlx5_0:read_depth=4, mlx5_0:2:read_depth=1,mlx5_1:path_mtu=1024"})
+
+    depths = [config.rdma_attribute("read_depth", *port) for port in (("mlx5_0", 1), ("mlx5_0", 2), ("mlx5_1", 1))]
+    assert depths == [4, 1, 16]
+    assert config.rdma_attribute("path_mtu", "mlx5_1", 1) == 1024
+    assert str(config.rdma_attributes) == "mlx5_0:read_depth=4,mlx5_0:2:read_depth=1,mlx5_1:path_mtu=1024"
+    assert resolve(rdma_attributes=["mlx5_1:timeout=20"]).rdma_attribute("timeout", "mlx5_1", 1) == 20
+    assert resolve(rdma_attributes=config.rdma_attributes).rdma_attributes == config.rdma_attributes
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("mlx5_0:depth=1", "there is no attribute 'depth'; there is path_mtu, read_depth"),
+        ("mlx5_0:read_depth=x", "'x' is no number"),
+        ("read_depth=1", "no DEVICE:ATTRIBUTE=VALUE"),
+        ("mlx5_0:read_depth", "no DEVICE:ATTRIBUTE=VALUE"),
+        ("mlx5_0:0:read_depth=1", "'0' is no port"),
+        ("mlx5_0:timeout=1,mlx5_0:timeout=2", "it gives mlx5_0:timeout twice"),
+        ("", "it is empty"),
+        ("mlx5_0:read_depth=0", "read_depth takes 1 to 255"),
+        ("mlx5_0:2:path_mtu=1500", "path_mtu takes 256, 512, 1024, 2048, 4096 bytes"),
+        ("mlx5_0:timeout=32", "timeout takes 1 to 31"),
+    ],
+)
+def test_attributes_that_cannot_be_meant_are_refused(value: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(rdma_attributes=value)
+
+    assert told in str(caught.value)
+
+
+def test_every_attribute_of_a_device_has_a_setting_for_all() -> None:
+    names = {row.name for row in EngineConfig.settings()}
+
+    assert set(ATTRIBUTE_SETTINGS.values()) <= names

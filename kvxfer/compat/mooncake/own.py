@@ -44,7 +44,7 @@ class Own:
         if self._nics:
             from kvxfer.mooncake.rdma import MooncakeRdmaAnswer
 
-            self._answer = MooncakeRdmaAnswer(self._nics, engine.config, lambda: name)
+            self._answer = MooncakeRdmaAnswer(self._nics, lambda: name)
         self._told: tuple[SegmentDescriptor, SegmentDescriptor] | None = None
         self._service = MooncakeService(
             engine,

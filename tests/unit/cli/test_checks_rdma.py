@@ -56,7 +56,14 @@ def test_healthy_device_has_nothing_to_look_at(host: Host) -> None:
     assert checks["mlx5_0:1 port"].value == "ACTIVE, Ethernet, 400 Gb/s (4X NDR)"
     assert "index 3, the best of 4 usable rows" in checks["mlx5_0:1 gid"].value
     assert "0: fe80::ff:fe0a:a00:1/64 (RoCE v1, eth0): after row 3: RoCE v1" in checks["mlx5_0:1 gid"].value
-    assert "16 READs asked and 16 answered" in checks["mlx5_0:1 limits"].value
+    assert "256 requests with 16 READs asked and 16 answered" in checks["mlx5_0:1 limits"].value
+
+
+def test_limits_are_those_that_connections_begin_with(host: Host) -> None:
+    checks = host.checks(rdma_read_depth=4, rdma_attributes="mlx5_0:1:send_depth=64", rdma_chunk_nbytes_max=1 << 20)
+
+    assert "64 requests with 4 READs asked and 4 answered" in checks["mlx5_0:1 limits"].value
+    assert "regions of at most 1 MiB" in checks["mlx5_0:1 limits"].value
 
 
 def test_nothing_is_left_open_or_registered(host: Host) -> None:

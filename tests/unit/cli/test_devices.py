@@ -12,7 +12,7 @@ from kvxfer.cli import devices, rdma_survey
 from kvxfer.errors import UsageError, VerbsKernelError
 from kvxfer.verbs.enums import PortState
 from tests.support.fake_fabric import FakeFabric
-from tests.support.fake_nic import FakeNic, FakePort, connectx, gid, infiniband, iwarp, mlx5_gids, rxe
+from tests.support.fake_nic import FakeNic, FakePort, connectx, gid, infiniband, ionic, iwarp, mlx5_gids, rxe
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeLibrary
 from tests.support.gid_rows import interface
@@ -49,6 +49,24 @@ def test_table_names_port_state_link_speed_mtu_and_what_is_used(
     assert any(line.endswith("after row 3: RoCE v1") for line in lines)
     assert max(map(len, lines)) <= WIDTH
     assert library.leaks == {}
+
+
+def test_limits_are_those_that_connections_begin_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's, within the settings, and its share of a budget for all connections."""
+    monkeypatch.setenv("KVXFER_RDMA_ATTRIBUTES", "mlx5_0:send_depth=32")
+    monkeypatch.setenv("KVXFER_RDMA_READ_DEPTH", "8")
+    monkeypatch.setenv("KVXFER_PATH_MTU_NBYTES_MAX", "1024")
+    monkeypatch.setenv("KVXFER_RDMA_CHUNK_NBYTES_MAX", str(1 << 20))
+
+    show(tmp_path, connectx("mlx5_0", "10.10.0.1", "eth0"), ionic("ionic_0", "10.10.1.1", "eth1"))
+
+    lines = capsys.readouterr().out.split("limits that kvxfer keeps to")[1].splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(("mlx5", "ionic"))}
+    assert rows["mlx5_0:1"][1:] == ["1", "MiB", "1", "GiB", "131,072", "32", "8", "8"]
+    assert rows["ionic_0:1"][-2:] == ["8", "1"]
+    assert rows["ionic_0:1"][-3] == "256"
 
 
 def test_partitions_of_an_infiniband_port_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -364,6 +364,34 @@ def test_what_worked_is_remembered_for_the_kind_of_device(hosts: FakeHosts) -> N
     check_connected(pair)
 
 
+def test_attributes_of_a_device_are_set_as_the_user_says(hosts: FakeHosts) -> None:
+    """Each end for its own device: the smaller of what both take counts for what both must have alike."""
+    pair = hosts.pair(
+        connectx("mlx5_0", A),
+        connectx("mlx5_0", B),
+        rdma_attributes="mlx5_0:timeout=20,mlx5_0:hop_limit=3,mlx5_0:send_depth=32,mlx5_9:hop_limit=9",
+        rdma_read_depth=8,
+        peer_settings={"rdma_attributes": "mlx5_0:1:read_depth=2,mlx5_0:1:path_mtu=1024,mlx5_0:1:timeout=9"},
+    )
+
+    pair.open()
+
+    (ours,), (theirs,) = pair.queue_pairs()
+    assert (ours.attributes["timeout"], ours.address["hop_limit"], ours.caps["max_send_wr"]) == (20, 3, 32)
+    assert (ours.attributes["max_rd_atomic"], theirs.attributes["max_dest_rd_atomic"]) == (2, 2)
+    assert ours.attributes["path_mtu"] == theirs.attributes["path_mtu"] == Mtu.MTU_1024
+    check_connected(pair)
+
+
+def test_a_depth_that_is_named_for_a_device_is_not_divided(hosts: FakeHosts) -> None:
+    """16 READs for the whole device are one for each of 64 connections; who has few gives each four."""
+    pair = hosts.pair(connectx(address=A), ionic(address=B), peer_settings={"rdma_attributes": "ionic_0:read_depth=4"})
+
+    pair.open()
+
+    assert pair.rails[0]["attributes"]["read_depth"] == 4
+
+
 # What cannot be helped.
 
 
