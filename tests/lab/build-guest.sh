@@ -19,7 +19,8 @@ choose_kernel() { # the cloud and rt flavours are left out: the cloud kernel has
     local newest
     newest=$(apt-cache search --names-only '^linux-image-6\.12\.[0-9]+.*-amd64$' | awk '{ print $1 }' |
         grep -Ev -- '-(cloud|rt)-|-unsigned$' | sort -V | tail -n 1) || true
-    [[ -n $newest ]] || newest=$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-/ { print $2; exit }')
+    [[ -n $newest ]] || newest=$(apt-cache depends linux-image-amd64 2>/dev/null |
+        awk '/Depends: linux-image-/ { print $2; exit }') || true
     [[ -n $newest ]] || { echo "lab: apt offers no kernel image; run apt-get update" >&2; return 1; }
     echo "$newest"
 }
@@ -94,6 +95,7 @@ if (($# == 0)); then
         if is_fresh "$guest"; then exit 0; fi
     done
 fi
+if ((EUID == 0)) && ! choose_kernel >/dev/null 2>&1; then apt-get update -qq; fi # a machine whose lists were removed
 package=${1:-$(choose_kernel)}
 echo "lab: building the guest from $package"
 unpack_kernel "$package"

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# `make lab`: install what the lab needs, build the guest, then boot one guest for each topology and run its tests.
+# `make lab`: install what the lab needs, build the guest, then boot the guests and run the tests of each.
 #
 #   LAB=uml             in User-Mode Linux, with the kernel that KVXFER_UML_KERNEL names (qemu)
-#   LAB_TOPOLOGIES=...  which guests, by the names of topologies/*.sh (all, wire first)
-#   LAB_TESTS=...       what pytest runs (tests/lab, and in the guest wire the conformance suite over rdma: all of it in
-#                       User-Mode Linux, a part of it in QEMU); LAB_ARGS=... more of its options
+#   LAB_GUESTS=...      which, in this order: topologies, by the names of topologies/*.sh; faults and conformance, which
+#                       are the rest of wire's tests (all)
+#   LAB_PARALLEL=...    how many at once (as many as there are CPUs, at most 2; in User-Mode Linux 1)
+#   LAB_TESTS=...       what pytest runs, in each (tests/lab; in conformance all of that suite over rdma in User-Mode
+#                       Linux, a part of it in QEMU); LAB_ARGS=... more of its options
 #   LAB_MARKS=...       which of them by their marks: in User-Mode Linux all (rdma and not interop), in QEMU not the
-#                       slow ones, above all the faults; "rdma and interop": those with the real Mooncake (make peers)
-#   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 5)
+#                       slow ones; "rdma and interop": those with the real Mooncake (make peers)
+#   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 1)
 #   LAB_TIMEOUT_S=...   what all guests together may take (1080; in User-Mode Linux, with its 50 rounds, 2400)
 # Ends with the status of the first guest that failed; a guest that does not boot is a failure.
 set -Eeuo pipefail
@@ -15,22 +17,23 @@ lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$lab/../.."
 python=$PWD/.venv/bin/python
 machine=${LAB:-qemu}
-if [[ $machine == uml ]]; then timeout_s=2400; else timeout_s=1080; fi
-deadline=$((SECONDS + ${LAB_TIMEOUT_S:-$timeout_s}))
-read -ra topologies <<<"${LAB_TOPOLOGIES:-wire simple ipv6 mtu gids port-down split}"
-read -ra tests <<<"${LAB_TESTS:-tests/lab}"
-conformance=()
-if [[ -z ${LAB_TESTS:-} ]]; then
-    case $machine in
-    uml) conformance=(tests/conformance) ;;
-    qemu) conformance=(tests/conformance/test_notifications.py tests/conformance/test_transfers.py) ;;
-    esac
-fi
+faults=tests/lab/test_rdma_faults.py
+guests="wire faults conformance simple ipv6 mtu gids port-down split"
 case $machine in
-uml) marks="rdma and not interop" ;;
-*) marks="rdma and not interop and not slow" ;;
+uml)
+    timeout_s=2400 parallel=1 marks="rdma and not interop"
+    conformance=(tests/conformance)
+    ;;
+*)
+    timeout_s=1080 parallel=$(($(nproc) > 1 ? 2 : 1)) marks="rdma and not interop and not slow"
+    conformance=(tests/conformance/test_notifications.py tests/conformance/test_transfers.py)
+    ;;
 esac
+deadline=$((SECONDS + ${LAB_TIMEOUT_S:-$timeout_s}))
+parallel=${LAB_PARALLEL:-$parallel}
 marks=${LAB_MARKS:-$marks}
+[[ -z ${LAB_TESTS:-} ]] || guests="wire simple ipv6 mtu gids port-down split"
+read -ra guests <<<"${LAB_GUESTS:-$guests}"
 read -ra options <<<"${LAB_ARGS:-}"
 
 say() { printf 'lab: [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -60,13 +63,39 @@ install_missing() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
-run_tests() { # TOPOLOGY: its pytest, in a guest. A line for each test as it ends, so that a failure shows at once, and
-    # also where the guest dies; after ten the guest ends and shows them in full. LAB_ARGS come last and so win.
-    local left_s=$((deadline - SECONDS)) chosen=("${tests[@]}")
-    [[ $1 != wire ]] || chosen+=("${conformance[@]}")
+choose_tests() { # GUEST: sets `topology` and `tests`
+    topology=$1 tests=(tests/lab)
+    case $1 in
+    faults) topology=wire tests=("$faults") ;;
+    conformance) topology=wire tests=("${conformance[@]}") ;;
+    wire) tests+=("--ignore=$faults") ;; # the longest of all: a guest of its own
+    esac
+    [[ -z ${LAB_TESTS:-} ]] || read -ra tests <<<"$LAB_TESTS"
+}
+
+run_guest() { # GUEST: become its pytest. A line for each test as it ends, so that a failure shows at once, and also
+    # where the guest dies; after ten the guest ends and shows them in full. LAB_ARGS come last and so win.
+    local left_s=$((deadline - SECONDS)) topology tests
+    choose_tests "$1"
     ((left_s > 0)) || { say "no time is left for $1" && return 124; }
-    bash "$lab/$runner" --topology "$1" --timeout "$left_s" -- "$python" -m pytest -v --tb=short --maxfail=10 \
-        -p no:cacheprovider -o timeout=300 -m "$marks" "${chosen[@]}" "${options[@]}"
+    exec bash "$lab/$runner" --topology "$topology" --timeout "$left_s" -- "$python" -m pytest -v --tb=short --maxfail=10 \
+        -p no:cacheprovider -o timeout=300 -m "$marks" "${tests[@]}" "${options[@]}"
+}
+
+report_guest() { # GUEST: run it, with its name before each line, and leave its status and its line of the report
+    local started=$SECONDS status=0 verdict=passed output namer guest
+    say "guest $1 ($machine)"
+    exec {output}> >(sed -u "s/^/$1: /")
+    namer=$!
+    run_guest "$1" >&"$output" 2>&1 &
+    guest=$!
+    trap 'kill $guest' TERM
+    wait "$guest" || status=$?
+    exec {output}>&-
+    wait "$namer"
+    ((status == 0)) || verdict="FAILED ($status)"
+    echo "$status" >"$results/$1.status"
+    printf '  %-12s %4ds  %s\n' "$1" $((SECONDS - started)) "$verdict" >"$results/$1"
 }
 
 case $machine in
@@ -83,20 +112,34 @@ uml)
 esac
 
 install_missing
-"$python" -m pytest -q -p no:cacheprovider -m "$marks" --collect-only "${tests[@]}" "${conformance[@]}" >/dev/null ||
-    fail "the tests cannot be collected: $python -m pytest --collect-only ${tests[*]} ${conformance[*]}"
+collected=()
+for guest in "${guests[@]}"; do
+    choose_tests "$guest"
+    collected+=("${tests[@]}")
+done
+"$python" -m pytest -q -p no:cacheprovider -m "$marks" --collect-only "${collected[@]}" >/dev/null ||
+    fail "the tests cannot be collected: $python -m pytest --collect-only ${collected[*]}"
 if [[ $machine == qemu ]]; then bash "$lab/build-guest.sh"; fi
 
-first_failure=0 report=()
-for topology in "${topologies[@]}"; do
-    say "guest $topology ($machine)"
-    started=$SECONDS status=0
-    run_tests "$topology" || status=$?
-    verdict=passed
-    ((status == 0)) || verdict="FAILED ($status)"
-    report+=("$(printf '%-10s %4ds  %s' "$topology" $((SECONDS - started)) "$verdict")")
-    ((first_failure)) || first_failure=$status
+results=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$results"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+running=0
+for guest in "${guests[@]}"; do
+    if ((running == parallel)); then
+        wait -n
+        running=$((running - 1))
+    fi
+    report_guest "$guest" &
+    running=$((running + 1))
 done
+wait
+
 say "done"
-printf '  %s\n' "${report[@]}"
-exit $first_failure
+first_failure=0
+for guest in "${guests[@]}"; do
+    cat "$results/$guest"
+    ((first_failure)) || first_failure=$(<"$results/$guest.status")
+done
+exit "$first_failure"

@@ -22,7 +22,7 @@ ALIASED_NBYTES = 12 * MIB
 ALIASES = 352
 """4.1 GiB of addresses, 12 MiB of memory."""
 
-pytestmark = [pytest.mark.rdma, pytest.mark.topology("wire"), pytest.mark.slow]
+pytestmark = [pytest.mark.rdma, pytest.mark.topology("wire")]
 
 
 @contextmanager

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
+import socket
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +25,8 @@ from kvxfer.batch import TransferBatch
 from tests.support.fault_peer import Counts, memory_of
 from tests.support.peer import Peer, Remote, pattern, wait_until
 
-ROUNDS = int(os.environ.get("LAB_ROUNDS") or (50 if os.environ.get("LAB_MACHINE") == "uml" else 5))
+IS_EMULATED = os.environ.get("LAB_MACHINE") != "uml"
+ROUNDS = int(os.environ.get("LAB_ROUNDS") or (1 if IS_EMULATED else 50))
 """How often a fault is repeated: an emulated machine has less time."""
 HERE, THERE = ("rxa0", "rxa1"), ("rxb0", "rxb1")
 NETDEVS = ("va0", "va1", "vb0", "vb1")
@@ -193,9 +197,14 @@ def _shape(netdev: str, words: tuple[str, ...]) -> None:
         _shaped[netdev] = words
 
 
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1  # <linux/sockios.h>, <linux/if.h>
+
+
 def set_down(netdev: str) -> None:
-    """Take a link down; that of the other end of the wire loses its carrier."""
-    run("ip", "link", "set", netdev, "down")
+    """Take a link down, at once, by netdevice(7); that of the other end of the wire loses its carrier."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        (flags,) = struct.unpack("16xH14x", fcntl.ioctl(opened, SIOCGIFFLAGS, struct.pack("16s16x", netdev.encode())))
+        fcntl.ioctl(opened, SIOCSIFFLAGS, struct.pack("16sH14x", netdev.encode(), flags & ~IFF_UP))
 
 
 def set_up(netdev: str) -> None:
