@@ -35,6 +35,7 @@ from kvxfer.transports.rdma_queue import Fault, SendQueue
 from kvxfer.transports.rdma_rail import Rail, usable_rails
 from kvxfer.transports.rdma_spread import SPREAD_NBYTES, Spreader
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
+from kvxfer.verbs.enums import CompletionStatus
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
@@ -387,7 +388,8 @@ class RdmaEndpoint(Endpoint):
         for transfer in dict.fromkeys(lane.transfer for lane in touched):
             work: Work = transfer.work
             work.faults += 1
-            work.first_error = work.first_error or error
+            if work.first_error is None or work.first_error.values.get("status") == CompletionStatus.WR_FLUSH_ERR.name:
+                work.first_error = error  # a flush is what follows a cause, and some devices tell no other at first
             if not is_path and fault.lane is not None and fault.lane.transfer is transfer:
                 work.error = error
             elif work.faults > FAULTS_MAX:

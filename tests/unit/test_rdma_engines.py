@@ -595,6 +595,26 @@ def test_a_row_is_posted_four_times_and_no_more(hosts: FakeHosts, monkeypatch: p
     assert set(Counter(one.remote for one in hosts.fabric.trace).values()) == {4}
 
 
+def test_a_batch_that_is_flushed_first_fails_with_what_the_device_said_later(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B115: a flush is no cause; soft RoCE may tell one before the time-out that it stands for."""
+    pair = open_pair(hosts)
+    sender(pair).inject(Status.WR_FLUSH_ERR)
+    modify = FakeQueuePair.modify
+
+    def break_new(self: FakeQueuePair, attr: Any, mask: int) -> int:
+        error = modify(self, attr, mask)
+        if self.state is QueuePairState.RTS and self.device.library.name == "a" and not self.injections:
+            self.inject(Status.RETRY_EXC_ERR)
+        return error
+
+    monkeypatch.setattr(FakeQueuePair, "modify", break_new)
+
+    with pytest.raises(CompletionError, match="RETRY_EXC_ERR"):
+        submit(pair, 5).wait(10.0)
+
+
 def test_a_stuck_device_does_not_hold_a_call_beyond_its_deadline(hosts: FakeHosts) -> None:
     """B118."""
     hosts.fabric.delivery = "manual"
