@@ -15,7 +15,6 @@ from kvxfer import UsageError
 from kvxfer.compat.mooncake.arguments import Rows, take_column, take_int, take_text
 
 COUNT = 100_000
-CONVERT_S = 0.015
 
 
 @pytest.mark.parametrize(
@@ -101,14 +100,17 @@ def test_texts() -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_rows_are_converted_in_fifteen_milliseconds() -> None:
+def test_many_rows_are_converted_by_numpy_and_not_one_by_one() -> None:
     base = 1 << 46
     lists = [[base + 4096 * row for row in range(COUNT)], [base + 8192 * row for row in range(COUNT)], [4096] * COUNT]
-    best, tries = 1.0, 0
-    while best >= CONVERT_S and (tries := tries + 1) < 200:  # 8 ms; a machine that is busy has quiet moments
+    ours, numpys = [], []
+    for _ in range(30):
         begun = time.perf_counter()
         rows = Rows.of_columns(*(take_column("call", "list", one) for one in lists))
-        best = min(best, time.perf_counter() - begun)
+        converted = time.perf_counter()
+        columns = [np.array(one, np.uint64) for one in lists]
+        ours.append(converted - begun)
+        numpys.append(time.perf_counter() - converted)
 
-    assert rows.count == COUNT
-    assert best < CONVERT_S
+    assert rows.count == len(columns[0]) == COUNT
+    assert min(ours) < 3 * min(numpys)  # 1.6 times; with a call for each row 5 times
