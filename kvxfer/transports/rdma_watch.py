@@ -56,8 +56,8 @@ class PortWatch:
         self._contexts: list[Context] = []
         self._nics = list(survey.nics)
         self._readers: list[_EventReader] = []
-        self._known = {one.name for one in list_sysfs_devices(self._root)}
-        """Devices that were there when somebody looked, used or not."""
+        self._known = {one.name for one in list_sysfs_devices(self._root)} | {one.name for one in survey.contexts}
+        """Devices that were there when somebody looked, used or not; none is ever opened twice."""
         self._thread: threading.Thread | None = None
         self._is_wanted = False
         self._is_closed = False
