@@ -16,10 +16,7 @@ from typing import NamedTuple
 __all__ = ["Explanation", "MemoryMapping", "explain_fault", "find_mappings", "find_page_nbytes", "memlock_nbytes"]
 
 PAGE_NBYTES = mmap.PAGESIZE
-_GPU_REMEDY = (
-    "For memory of a GPU load the nvidia-peermem module or use dma-buf, with torch set "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False."
-)
+_GPU_REMEDY = "Memory of a GPU is not moved: copy it to registered host memory first."
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def explain_fault(address: int, nbytes: int, *, is_written: bool, root: Path = P
         if "r" not in mapping.rights or mapping.name.startswith("/dev/nvidia"):
             return Explanation(
                 why=f"{at:#x} lies in {mapping}, which the CPU cannot read: that is how memory of a GPU looks",
-                remedy=f"{_GPU_REMEDY} Or register host memory.",
+                remedy=_GPU_REMEDY,
             )
         if is_written and "w" not in mapping.rights:
             return Explanation(

@@ -83,12 +83,17 @@ def _explain(failure: Failure, root: Path) -> Explanation:
                 remedy="Raise it: `ulimit -l unlimited`, LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 "
                 "(docker), or the capability IPC_LOCK.",
             )
+    leave_out = f"leave {failure.device} out (rdma_devices, KVXFER_RDMA_DEVICES)"
+    if failure.errno == errno.EOPNOTSUPP:
+        return Explanation(
+            why=f"the driver of {failure.device} does not register such memory, or not with these rights",
+            remedy=f"Update the driver, or {leave_out}.",
+        )
     if failure.is_of_sum:
         return Explanation(
             why=f"the device took {failure.nbytes_worked} bytes at once before, so it is the sum that it has no room "
             f"for",
-            remedy=f"Register less, use huge pages (a device has room for a number of pages), or leave "
-            f"{failure.device} out.",
+            remedy=f"Register less, use huge pages (a device has room for a number of pages), or {leave_out}.",
         )
     return Explanation(
         why=f"the device says it takes {_size(failure.advertised_nbytes)} at once, the limit was {_limit(failure)}; it "

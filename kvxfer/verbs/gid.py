@@ -133,19 +133,34 @@ def _netdev(
 
 
 def _query_rows(context: Context, port: Port) -> list[GidEntry]:
-    """Read row by row. Of a row whose type sysfs does not tell, RoCE v1 is assumed: the type every device has."""
+    """Read row by row; the types are sysfs's, and where it does not tell them what the order of the rows says."""
     sysfs = SysfsDevice(context.name, context.device.root)
-    fallback = GidType.ROCE_V1 if port.link_layer is LinkLayer.ETHERNET else GidType.IB
-    found = []
+    values: dict[int, bytes] = {}
     gid = ffi.new("union ibv_gid *")
     for index in range(port.gid_tbl_len):
-        if context.library.ibv_query_gid(context.pointer, port.number, index, gid) != 0:
-            continue
-        value = bytes(ffi.buffer(gid.raw))
-        if value != ZERO_GID:
-            kind = sysfs.gid_type(port.number, index)
-            found.append(GidEntry(index, value, fallback if kind is None else kind, sysfs.netdev(port.number, index)))
+        if context.library.ibv_query_gid(context.pointer, port.number, index, gid) == 0:
+            value = bytes(ffi.buffer(gid.raw))
+            if value != ZERO_GID:
+                values[index] = value
+    found = []
+    for index, value in values.items():
+        kind = sysfs.gid_type(port.number, index)
+        if kind is None:
+            comes_again = any(other == value for row, other in values.items() if row > index)
+            kind = _assumed_type(port, comes_again=comes_again)
+        found.append(GidEntry(index, value, kind, sysfs.netdev(port.number, index)))
     return found
+
+
+def _assumed_type(port: Port, *, comes_again: bool) -> GidType:
+    """Return the type of a row of which nobody tells it. comes_again: whether a later row has the same GID.
+
+    Where a device has both versions of RoCE the kernel enters each address twice, v1 first (add_modify_gid of
+    drivers/infiniband/core/roce_gid_mgmt.c); one that has a single version has v2.
+    """
+    if port.link_layer is not LinkLayer.ETHERNET:
+        return GidType.IB
+    return GidType.ROCE_V1 if comes_again else GidType.ROCE_V2
 
 
 def _interface_names(interfaces: Sequence[Interface] | None) -> dict[int, str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvxfer.errors import VerbsLibraryError, VerbsLibraryOldError
+from kvxfer.errors import VerbsLayoutError, VerbsLibraryError, VerbsLibraryOldError
 from kvxfer.verbs.abi import ffi
 from kvxfer.verbs.enums import OPTIONAL_ACCESS
 
@@ -29,16 +29,37 @@ LIBRARY_NAME = "libibverbs.so.1"  # the soname of every rdma-core
 LIBRARY_VARIABLE = "KVXFER_LIBIBVERBS"
 
 NEEDED_SYMBOLS = (
-    "ibv_get_device_list",
-    "ibv_open_device",
-    "ibv_query_port",
-    "ibv_query_gid",
-    "ibv_reg_mr",
+    "ibv_ack_async_event",
+    "ibv_ack_cq_events",
+    "ibv_alloc_pd",
+    "ibv_close_device",
+    "ibv_create_ah",
+    "ibv_create_comp_channel",
     "ibv_create_cq",
     "ibv_create_qp",
+    "ibv_dealloc_pd",
+    "ibv_dereg_mr",
+    "ibv_destroy_ah",
+    "ibv_destroy_comp_channel",
+    "ibv_destroy_cq",
+    "ibv_destroy_qp",
+    "ibv_fork_init",
+    "ibv_free_device_list",
+    "ibv_get_async_event",
+    "ibv_get_cq_event",
+    "ibv_get_device_guid",
+    "ibv_get_device_list",
+    "ibv_get_device_name",
     "ibv_modify_qp",
+    "ibv_open_device",
+    "ibv_query_device",
+    "ibv_query_gid",
+    "ibv_query_pkey",
+    "ibv_query_port",
+    "ibv_query_qp",
+    "ibv_reg_mr",
 )
-"""One of each kind; a library with these has the rest of IBVERBS_1.1, which is as old as 2008."""
+"""IBVERBS_1.0 and 1.1, which are as old as 2008."""
 OPTIONAL_SYMBOLS = {
     "ibv_reg_mr_iova2": "28",
     "ibv_get_device_index": "30",
@@ -300,9 +321,19 @@ def load_library(path: str | None = None) -> VerbsLibrary:
 
     path: file name or soname; by default the environment variable KVXFER_LIBIBVERBS, else libibverbs.so.1.
 
-    Raises VerbsLibraryError where there is none, where it cannot be loaded and where it is another library, and
-    VerbsLibraryOldError where it lacks calls that kvxfer needs.
+    Raises VerbsLibraryError where there is none, where it cannot be loaded and where it is another library,
+    VerbsLibraryOldError where it lacks calls that kvxfer needs, and VerbsLayoutError on a platform whose layout of the
+    library kvxfer does not know.
     """
+    machine = platform.machine()
+    if machine not in ABI_COMPAT_OFFSETS:
+        known = " and ".join(ABI_COMPAT_OFFSETS)
+        raise VerbsLayoutError(
+            f"this machine is {machine or 'unknown'}; how libibverbs lies in memory kvxfer knows on {known}.",
+            remedy="Nothing to do: transports other than rdma go on.",
+            path=path or LIBRARY_NAME,
+            check="platform",
+        )
     variable = os.environ.get(LIBRARY_VARIABLE)
     chosen = path or variable or LIBRARY_NAME
     origin = f" (from {LIBRARY_VARIABLE})" if path is None and variable else ""

@@ -27,6 +27,8 @@ _REMEDIES = {
     errno.EFAULT: "The memory is not mapped, was freed, is read-only although local writing was asked for, or is a "
     "GPU's: register read-only memory without the right to be written.",
     errno.EINVAL: "The device does not take this length or these access flags: see max_mr_size in `kvxfer devices`.",
+    errno.EOPNOTSUPP: "The driver does not register such memory, or not with these rights: leave the device out "
+    "(rdma_devices), or update its driver.",
     errno.EPERM: "The locked-memory limit is 0: `ulimit -l unlimited`, or CAP_IPC_LOCK.",
 }
 

@@ -208,23 +208,6 @@ def test_refused_trial_registration_carries_the_remedy_of_the_error(host: Host) 
     assert host.library.leaks == {}
 
 
-def test_refused_relaxed_ordering_is_no_fault(host: Host) -> None:
-    host.library.fail("ibv_reg_mr", errno.EINVAL, nth=2)
-
-    check = host.checks()["mlx5_0 ordering"]
-
-    assert check.status == "ok"
-    assert "refused: EINVAL" in check.value
-
-
-def test_gpu_memory_is_asked_for_without_registering_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    able = Host(tmp_path / "a", monkeypatch, dataclasses.replace(connectx(), has_dmabuf=True)).checks()
-    unable = Host(tmp_path / "b", monkeypatch, dataclasses.replace(connectx(), has_dmabuf=False)).checks()
-
-    assert able["mlx5_0 dma-buf"].value == "GPU memory can be registered by dma-buf"
-    assert unable["mlx5_0 dma-buf"].value.startswith("no GPU memory by dma-buf")
-
-
 @pytest.mark.parametrize(("status", "verdict"), [(2, "ok"), (1, "ok"), (0, "warn"), (-1, "warn")])
 def test_fork_that_would_break_memory_is_told(host: Host, status: int, verdict: str) -> None:
     host.library.fork_status = status

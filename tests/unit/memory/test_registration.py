@@ -493,6 +493,17 @@ def test_memlock_limit_is_compared_with_what_is_asked(monkeypatch: pytest.Monkey
     host.close()
 
 
+def test_driver_that_does_not_register_such_memory_can_be_left_out() -> None:
+    host = Host(connectx(mr_nbytes_max=0, mr_errno=errno.EOPNOTSUPP))
+    memory = np.zeros(PAGE, np.uint8)
+
+    with pytest.raises(RegistrationError, match="EOPNOTSUPP") as caught:
+        register(host.domains, memory.ctypes.data, PAGE, ALL)
+
+    assert "leave mlx5_0 out (rdma_devices" in caught.value.remedy
+    host.close()
+
+
 def test_unmapped_memory_is_named_and_a_gpu_is_thought_of() -> None:
     """B91"""
     host = Host(connectx())
@@ -504,7 +515,7 @@ def test_unmapped_memory_is_named_and_a_gpu_is_thought_of() -> None:
         register(host.domains, address, 4 * PAGE, ALL)
 
     assert caught.value.errno == errno.EFAULT
-    for text in ("nothing is mapped at", "nvidia-peermem", "dma-buf", "expandable_segments"):
+    for text in ("nothing is mapped at", "Memory of a GPU is not moved", "copy it to registered host memory"):
         assert text in str(caught.value)
     memory = np.zeros(PAGE, np.uint8)
     with register(host.domains, memory.ctypes.data, PAGE, ALL):

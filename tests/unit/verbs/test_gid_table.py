@@ -69,6 +69,17 @@ def test_rows_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     assert [entry.index for entry in read(library, tmp_path)] == [6, 7]
 
 
+def test_types_that_nobody_tells_are_those_of_the_order_of_the_rows(tmp_path: Path) -> None:
+    """An older library in a container without the types in sysfs: twice is v1 and v2, once is v2."""
+    v1, v2 = GidType.ROCE_V1, GidType.ROCE_V2
+    port = FakePort({0: gid("fe80::1", v1), 1: gid("fe80::1", v2), 4: gid("192.0.2.9", v1), 5: gid("192.0.2.9", v2)})
+    both = read(old_library(FakeNic(ports=[port])), tmp_path)
+    single = read(old_library(rxe()), tmp_path)
+
+    assert [(entry.index, entry.type) for entry in both] == [(0, v1), (1, v2), (4, v1), (5, v2)]
+    assert [entry.type for entry in single] == [v2, v2]
+
+
 def test_name_of_an_interface_that_sysfs_hides_is_looked_up_by_its_number(tmp_path: Path) -> None:
     port = FakePort({0: gid("192.0.2.9", ndev="x", ifindex=7), 1: gid("192.0.2.8", ndev="y", ifindex=8)})
     library = FakeLibrary(FakeFabric(), FakeNic(ports=[port]))

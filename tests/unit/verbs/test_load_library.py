@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvxfer.errors import VerbsLibraryError
-from kvxfer.verbs.library import load_library
+from kvxfer.errors import VerbsLayoutError, VerbsLibraryError, VerbsLibraryOldError
+from kvxfer.verbs import library
+from kvxfer.verbs.library import check_layout, load_library
 
 
 def test_missing_file_text_file_and_other_library_give_three_reasons(
@@ -52,3 +58,88 @@ def test_importing_loads_no_libibverbs() -> None:
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert run.stdout.strip() == "False"
+
+
+class OldLibrary:
+    """What dlopen gives of a libibverbs that lacks a call: cffi raises for it, and has an address for all others."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("ibv_create_comp_channel", "ibv_reg_mr_iova2"):
+            raise AttributeError(name)
+        return object()
+
+
+def test_library_that_lacks_a_call_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ffi", SimpleNamespace(dlopen=lambda _: OldLibrary(), error=library.ffi.error))
+
+    with pytest.raises(VerbsLibraryOldError, match="lacks ibv_create_comp_channel") as caught:
+        load_library("libibverbs-of-2007.so.1")
+
+    assert caught.value.missing == ("ibv_create_comp_channel",)  # what only some need may be missing
+    assert "rdma-core" in caught.value.remedy
+
+
+def test_every_call_of_the_table_is_looked_for() -> None:
+    """What is missing is told when the library is opened, not when it is called."""
+    source = Path(library.__file__).read_text()
+    used = set(re.findall(r"self\._lib\.(\w+)", source))
+
+    assert used == {*library.NEEDED_SYMBOLS, *library.OPTIONAL_SYMBOLS}
+
+
+def test_platform_of_another_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+
+    with pytest.raises(VerbsLayoutError, match=r"this machine is riscv64.*x86_64 and aarch64"):
+        load_library("libibverbs.so.1")
+
+
+# The layout of an open context, as it must be and as it may not.
+
+
+class Memory:
+    """A context in memory as a libibverbs lays it out: verbs_context before it, the table of operations in it."""
+
+    def __init__(self) -> None:
+        self.block = library.ffi.new("char[]", 4096)
+        self.context = library.ffi.cast("struct ibv_context *", self.block + 2048)
+        self.put(library.ABI_COMPAT_OFFSETS[platform.machine()], 2**64 - 1)
+        self.put(library.SIZE_OFFSET, 648)
+        self.context.cmd_fd = self.context.async_fd = 0
+        code = int(library.ffi.cast("uintptr_t", ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value or 0))
+        for name in ("post_send", "post_recv", "poll_cq", "req_notify_cq"):
+            self.point(name, code)
+
+    def put(self, offset: int, value: int) -> None:
+        library.ffi.cast("uint64_t *", self.block + 2048 + offset)[0] = value
+
+    def point(self, name: str, address: int) -> None:
+        field = library.ffi.addressof(self.context.ops, name)
+        library.ffi.cast("uintptr_t *", field)[0] = address
+
+
+def test_layout_as_declared_is_believed() -> None:
+    assert check_layout(Memory().context) == ""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda memory: memory.put(library.ABI_COMPAT_OFFSETS[platform.machine()], 7), "abi_compat is not all ones"),
+        (lambda memory: memory.put(library.SIZE_OFFSET, 64), "verbs_context.sz is 64, believable are 600 to 2000"),
+        (lambda memory: setattr(memory.context, "cmd_fd", 99999), "cmd_fd is 99999, which is no open file"),
+        (lambda memory: setattr(memory.context, "async_fd", -1), "async_fd is -1, which is no open file"),
+        (lambda memory: memory.point("post_send", 0), "ops.post_send is 0x0, which is no code"),
+        (
+            lambda memory: memory.point("poll_cq", int(library.ffi.cast("uintptr_t", memory.block))),
+            "which is no code",
+        ),
+    ],
+    ids=["abi", "size", "command file", "event file", "null", "data"],
+)
+def test_layout_of_another_kind_is_refused_without_calling_it(spoil: Callable[[Memory], None], told: str) -> None:
+    """Calling through a table that is not one would be the end of the process."""
+    memory = Memory()
+    spoil(memory)
+
+    assert told in check_layout(memory.context)
