@@ -3,20 +3,25 @@
 The library never configures structlog. Where the application has, events go there; where it has not, they go to the
 standard `kvxfer` logger of `logging`, which prints warnings and errors on stderr and is otherwise silent: a program
 that prints results on stdout stays clean. (structlog's own default prints every event on stdout.)
+
+What somebody outside can cause as often as he likes, or what fails again and again, is not told each time: the first
+few of an interval are, and the next line after it says how many were left out (`left_out_count`).
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
-__all__ = ["EVENTS", "Logger", "get_logger"]
+__all__ = ["EVENTS", "LINES_MAX", "Logger", "RateLimiter", "get_logger"]
 
 EVENTS: dict[str, str] = {
     "config.unknown_variable": "a KVXFER_* environment variable is not a setting; probably misspelt",
     "data.full": "a Mooncake process's data connection was closed because tcp_connections_max are open",
+    "data.memory_gone": "registered memory is not mapped any more; the peer's batch that names it was given up",
     "data.protocol_broken": "a peer broke the protocol on a data connection, which was closed",
     "data.request_refused": "a peer's request named memory that is not registered or without the right",
     "directory.entry_left": "what was published at a metadata server could not be taken back; the entry is stale",
@@ -71,6 +76,65 @@ EVENTS: dict[str, str] = {
 }
 """Every event the library logs, and what it means."""
 
+INTERVAL_S = 10.0
+KEYS_MAX = 1024
+_FEW, _MANY = 5, 100
+LINES_MAX: dict[str, tuple[int, str]] = {
+    "data.full": (_FEW, ""),
+    "data.memory_gone": (_FEW, ""),
+    "data.protocol_broken": (_FEW, ""),
+    "data.request_refused": (_FEW, ""),
+    "data.stalled": (_FEW, ""),
+    "listener.accept_failed": (_FEW, ""),
+    "listener.full": (_FEW, ""),
+    "listener.silent": (_FEW, ""),
+    "listener.stranger": (_FEW, ""),
+    "loop.handler_failed": (_FEW, "handler"),
+    "mooncake.call_broke": (_FEW, "call"),
+    "mooncake.call_failed": (_FEW, "call"),
+    "mooncake.connected": (_MANY, ""),
+    "mooncake.message_refused": (_FEW, ""),
+    "peer.connected": (_MANY, ""),
+    "peer.disconnected": (_MANY, ""),
+    "peer.refused": (_FEW, ""),
+    "rdma.attribute_lowered": (_FEW, "rail"),
+    "rdma.connect_refused": (_FEW, ""),
+    "rdma.connected": (_FEW, "rail"),
+    "rdma.event": (_FEW, "nic"),
+    "rdma.port_down": (_FEW, "nic"),
+    "rdma.rail_broken": (_FEW, "rail"),
+    "ray.region_busy": (_FEW, ""),
+    "segment.disconnected": (_FEW, "peer"),
+    "segment.opened": (_FEW, "peer"),
+}
+"""Events that may come in floods: how many lines in INTERVAL_S, and the field of which each value counts for itself
+(none where somebody outside chooses its values)."""
+
+
+class RateLimiter:
+    """Lets the first lines of an interval through and counts the others. Approximate among threads: it has no lock."""
+
+    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._seen: dict[object, list[float]] = {}  # key: when its interval ends, how many lines so far
+
+    def admit(self, key: object, lines_max: int, now: float) -> int | None:
+        """Return how many lines of this kind were left out in the last interval; None where this one is to be left out.
+
+        now: monotonic seconds.
+        """
+        seen = self._seen.get(key)
+        if seen is None or now >= seen[0]:
+            if seen is None and len(self._seen) >= KEYS_MAX:
+                self._seen.clear()
+            self._seen[key] = [now + self._interval_s, 1]
+            return 0 if seen is None else max(0, int(seen[1]) - lines_max)
+        seen[1] += 1
+        return 0 if seen[1] <= lines_max else None
+
+
+_limiter = RateLimiter()
+
 
 class Logger:
     """One module's logger.
@@ -104,11 +168,22 @@ class Logger:
 
     def _emit(self, level: int, method: str, event: str, fields: dict[str, Any]) -> None:
         structlog = sys.modules.get("structlog")  # an application that configures it has imported it
-        if structlog is not None and _is_configured(structlog):
+        is_structured = structlog is not None and _is_configured(structlog)
+        if not is_structured and not self._plain.isEnabledFor(level):
+            return
+        limit = LINES_MAX.get(event)
+        if limit is not None:
+            lines_max, field = limit
+            left_out = _limiter.admit((event, fields.get(field)), lines_max, time.monotonic())
+            if left_out is None:
+                return
+            if left_out:
+                fields["left_out_count"] = left_out
+        if structlog is not None and is_structured:
             if self._structured is None:
                 self._structured = structlog.get_logger(self._name)
             getattr(self._structured, method)(event, **fields)
-        elif self._plain.isEnabledFor(level):
+        else:
             told = " ".join(
                 f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in fields.items()
             )

@@ -53,6 +53,12 @@ def only_known_events() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_lines_counted_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier tests have logged must not leave out lines of this one."""
+    monkeypatch.setattr(log, "_limiter", log.RateLimiter())
+
+
+@pytest.fixture(autouse=True)
 def structlog_as_found() -> Iterator[None]:
     """Undo what a test configured: capture_logs, too, leaves structlog configured; `doctor` and `mesh` set a level."""
     level = _logger.level

@@ -57,7 +57,7 @@ from tests.support.fault_peer import (
     wait_not_grown,
     write_request,
 )
-from tests.support.peer import Peer, pattern, wait_until
+from tests.support.peer import Peer, pattern, run_script, wait_until
 
 NBYTES = 1 << 16
 CANARY = 0xA5
@@ -876,3 +876,27 @@ def test_mutated_answers_of_a_server_are_typed_errors(client: Peer, seed: int) -
     with FakePeer(data=respond(mutate(response(0, 1, 64) + b"x" * 64, rng), then=lambda _: None)) as fake:
         with contextlib.suppress(*TYPED):
             client.run(MOVE, address=fake.address, n=64, there=FAKE_ADDRESS, opcode=2, notify=None)
+
+
+def test_a_flood_of_strangers_is_a_few_lines_of_log() -> None:
+    server = run_script(
+        "import kvxfer, sys\n"
+        "with kvxfer.TransferEngine(port=0) as engine:\n"
+        "    print(engine.address, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    for number in range(600):
+        with socket.create_connection(host_port(address)) as stranger:
+            if number % 2:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            else:
+                stranger.sendall(MAGIC + b"\xff" * 64)
+            with contextlib.suppress(OSError):
+                stranger.recv(4096)  # it has been looked at
+    _, err = server.communicate(timeout=20)
+
+    assert server.returncode == 0
+    lines = err.splitlines()
+    assert 0 < len(lines) <= 20, f"{len(lines)} lines"

@@ -36,6 +36,7 @@ PURE = ("memory.chunks", "memory.columns", "memory.slices")
 CFFI = ("cffi", "_cffi_backend")
 WORLD = ("socket", "selectors", "threading", "time", "asyncio", "multiprocessing", "concurrent")
 WORLD_ALLOWED = {
+    ("log", "time"),  # a rate has a clock
     ("memory.regions", "threading"),  # the region table is shared by the threads of its callers
     ("memory.registration_work", "concurrent"),  # chunks and devices at the same time: hundreds of GiB take minutes
     ("system.calls", "socket"),  # for the numbers of MSG_* flags; opens none
@@ -208,7 +209,8 @@ def test_planted_fault_is_found(module: str, imported: str) -> None:
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("memory.regions", "threading"),
+        ("log", "time"),  # a rate has a clock
+    ("memory.regions", "threading"),
         ("memory.shared", "kvxfer.system.calls"),
         ("memory.slices", "kvxfer.memory.chunks"),
         ("transports.tcp", "kvxfer.transports.tcp_wire"),

@@ -12,7 +12,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvxfer.log import EVENTS, get_logger
+from kvxfer.log import EVENTS, LINES_MAX, RateLimiter, get_logger
 
 CHILD = """
 from kvxfer.log import get_logger
@@ -75,6 +75,58 @@ def test_event_names_are_noun_and_past_tense_verb_and_explained() -> None:
         assert dot, name
         assert verb.isidentifier(), name
         assert meaning, name
+
+
+def test_limited_events_are_listed() -> None:
+    assert set(LINES_MAX) <= set(EVENTS)
+
+
+def test_first_lines_pass_and_the_next_interval_tells_how_many_did_not() -> None:
+    limiter = RateLimiter(10.0)
+
+    first = [limiter.admit("stranger", 3, now=i / 100) for i in range(1000)]
+    later = [limiter.admit("stranger", 3, now=20.0 + i) for i in range(4)]
+
+    assert first == [0, 0, 0, *[None] * 997]
+    assert later == [997, 0, 0, None]
+    assert limiter.admit("stranger", 3, now=30.5) == 1
+
+
+def test_kinds_are_counted_apart_and_what_is_quiet_is_never_left_out() -> None:
+    limiter = RateLimiter(10.0)
+
+    assert [limiter.admit(("broken", rail), 1, now=0.0) for rail in "abab"] == [0, 0, None, None]
+    assert [limiter.admit("seldom", 1, now=11.0 * i) for i in range(5)] == [0] * 5
+
+
+def test_ever_new_kinds_take_no_memory_for_ever() -> None:
+    limiter = RateLimiter(10.0)
+    for number in range(100_000):
+        limiter.admit(number, 1, now=0.0)
+
+    assert len(limiter._seen) <= 1024
+
+
+@pytest.mark.parametrize("where", ["logging", "structlog"])
+def test_flood_of_one_event_is_a_few_lines_and_a_count(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("kvxfer.log.time.monotonic", lambda: now)
+    logger, lines = get_logger("kvxfer.test"), []
+    if where == "structlog":
+        structlog.configure(processors=[lambda _, __, event: lines.append(event) or str(event)])
+    else:
+        monkeypatch.setattr(logger._plain, "_log", lambda level, text, arguments: lines.append(text % arguments))
+
+    for _ in range(1000):
+        logger.warning("listener.stranger", peer="192.0.2.1:1")
+    assert len(lines) == 5
+    now += 10.0
+    logger.warning("listener.stranger", peer="192.0.2.1:1")
+    logger.warning("engine.address_unsure", address="192.0.2.1")
+
+    assert "left_out_count" in str(lines[5])
+    assert "995" in str(lines[5])
+    assert len(lines) == 7
 
 
 def cost_us(call: Callable[[], None]) -> float:
