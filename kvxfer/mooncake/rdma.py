@@ -1,6 +1,6 @@
 """RDMA with processes that run the real Mooncake: their handshake, their keys, our queue pairs.
 
-Mooncake connects a fixed number of queue pairs for each two devices (MC_NUM_QP_PER_EP, 2) by one CONNECTION message and
+Mooncake connects a fixed number of queue pairs for each two devices (MC_NUM_QP_PER_EP) by one CONNECTION message and
 its answer, and says with a second one that it is ready. It exchanges no MTU, no packet numbers and no read depth: both
 ends assume 0 for the first packet, their own port's MTU, and 16 reads. So those are not ours to choose here.
 
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeRdmaAnswer", "MooncakeRdmaPeer", "rdma_buffers", "rdma_devices"]
 
-QUEUE_PAIRS = 2
-"""MC_NUM_QP_PER_EP: what a Mooncake takes where nobody says otherwise; both ends must have the same number."""
 QUEUE_PAIRS_MAX = 255
 QP_NUM_MAX = (1 << 24) - 1
 READ_DEPTH = 16
@@ -105,8 +103,9 @@ class _Memory(NamedTuple):
 class MooncakeRdmaPeer:
     """The memory of one Mooncake process, reached over RDMA. All methods may be called from any thread.
 
-    name: of the process, for messages and as its server name. own_name: ours, which our device is told under. refresh:
-    asks for the descriptor anew.
+    name: of the process, for messages and as its server name. own_name: ours, which our device is told under.
+    queue_pairs: how many for each two devices, as many as the process has; one of them is used. refresh: asks for the
+    descriptor anew.
     """
 
     def __init__(
@@ -116,12 +115,14 @@ class MooncakeRdmaPeer:
         *,
         own_name: str,
         nics: Sequence[Nic],
+        queue_pairs: int,
         config: EngineConfig,
         refresh: Callable[[], SegmentDescriptor],
     ) -> None:
         self.name = name
         self._own_name = own_name
         self._nics = tuple(nics)
+        self._queue_pairs = queue_pairs
         self._config = config
         self._refresh = refresh
         self._lock = threading.Lock()
@@ -282,7 +283,7 @@ class MooncakeRdmaPeer:
             address = build_address_vector(rail.nic.offer(), rail.remote, gids, hop_limit=attributes.hop_limit)
             channel = rail.nic.context.create_comp_channel()
             completions = rail.nic.context.create_cq(attributes.send_depth, channel)
-            for at in range(QUEUE_PAIRS):
+            for at in range(self._queue_pairs):
                 queue = completions if at == 0 else rail.nic.passive_queue()
                 depth = attributes.send_depth if at == 0 else 1
                 queue_pairs.append(
@@ -343,7 +344,7 @@ class MooncakeRdmaPeer:
         if isinstance(refusal, str) and refusal:
             raise PeerRefusedError(
                 f"{self.name} refused the connection: {clean(refusal, 1000)}",
-                remedy="MC_NUM_QP_PER_EP must be the same at both ends (kvxfer has 2); Mooncake's log says more.",
+                remedy=f"Look at its log. MC_NUM_QP_PER_EP must be the same at both ends ({self._queue_pairs} here).",
                 peer=self.name,
             )
         return answer
@@ -550,7 +551,7 @@ def _qp_numbers(message: Mapping[str, Any], count: int | None, peer: str) -> lis
     if not is_good or not 0 < len(numbers) <= QUEUE_PAIRS_MAX or (count is not None and len(numbers) != count):
         raise PeerRefusedError(
             f"{clean(peer)} names the queue pairs {str(numbers)[:80]}; {count or 'at least one'} was expected.",
-            remedy="MC_NUM_QP_PER_EP must be the same at both ends; kvxfer has 2.",
+            remedy=f"MC_NUM_QP_PER_EP must be the same at both ends{f'; here it is {count}' if count else ''}.",
         )
     return list(numbers)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.log import get_logger
-from kvxfer.system.calls import MSG_DONTWAIT, Messenger
+from kvxfer.system.calls import MSG_DONTWAIT, Messenger, is_readable
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 
@@ -142,6 +142,15 @@ class ServedStream:
             if moved == -errno.EAGAIN:
                 self._watch(WRITABLE if self._is_sending else READABLE)
             elif moved != -errno.EINTR:
+                if moved == -errno.EFAULT:
+                    bases = [pointer[row].base for row in range(count)]
+                    get_logger(__name__).error(
+                        "data.memory_gone",
+                        peer=self._peer,
+                        address=hex(next((base for base in bases if not is_readable(base)), bases[0])),
+                        error="memory that a peer's request names is registered and not mapped, or not as its rights "
+                        "say; a buffer was freed, or its protection changed, before it was unregistered.",
+                    )
                 self.close()  # the peer has closed or reset the connection: its batch has failed on its side
             return False
         self._cursor.advance(moved)

@@ -98,6 +98,14 @@ def test_transfer_timeout_has_mooncakes_floor(text: str, seconds: float) -> None
     assert transfer_timeout_s({}) == 30.0
 
 
+@pytest.mark.parametrize("seconds", ["5", "30", "600"])
+def test_silent_peer_counts_as_dead_only_after_the_time_of_a_transfer(engines: list[Any], seconds: str) -> None:
+    engine = open_one(engines, wish(), MC_TRANSFER_TIMEOUT=seconds)
+
+    assert engine.config.transfer_timeout_s == float(seconds)
+    assert engine.config.keepalive_timeout_s > float(seconds)
+
+
 def test_own_variables_win_over_what_mooncakes_arguments_mean(
     engines: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,47 @@ def test_stopped_peer_fails_a_transfer_after_the_timeout_and_nothing_comes_late(
         assert pair.run(ONE_WRITE) == 0, pair.initiator.log()
 
 
+def test_own_transfer_timeout_wins_and_has_no_floor() -> None:
+    own = {"KVXFER_TRANSPORTS": "tcp", "KVXFER_TRANSFER_TIMEOUT_S": "0.5"}
+    with contextlib.closing(Pair(**own, MC_TRANSFER_TIMEOUT="60")) as pair:
+        assert pair.run(ONE_WRITE) == 0
+        with pair.target.stopped():
+            code, elapsed_s = pair.run(
+                "t = time.monotonic(); result = (E.transfer_sync_write(S, A, B, N), time.monotonic() - t)", N=NBYTES
+            )
+
+    assert code == -2
+    assert elapsed_s < 4.0
+
+
+def test_peer_that_holds_the_gil_longer_than_a_native_engine_waits_is_not_given_up() -> None:
+    """A call into C that does not release it, such as the loading of weights: no thread of kvxfer's runs there then."""
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp")) as pair:
+        assert pair.run(ONE_WRITE) == 0
+        pair.target.begin("import ctypes\nctypes.PyDLL(None).sleep(12)\nresult = True")
+        time.sleep(0.5)
+
+        assert pair.run("E.transfer_sync_write(S, A, B, N)", N=NBYTES) == 0
+        assert pair.target.finish()
+
+
+def test_memory_that_was_freed_before_it_was_unregistered_is_told_at_its_owner() -> None:
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp")) as pair:
+        freed = pair.target.run(
+            "import ctypes\nC = memory(N); E.register_memory(C, N)\n"
+            "result = C if ctypes.CDLL(None).mprotect(ctypes.c_void_p(C), ctypes.c_size_t(N), 0) == 0 else 0",
+            N=NBYTES,
+        )
+
+        codes = [pair.run(f"E.transfer_sync_{call}(S, A, C, N)", C=freed, N=NBYTES) for call in ("write", "read")]
+
+        assert codes == [-201, -201]
+        assert pair.run(ONE_WRITE) == 0
+        told = [line for line in pair.target.log().splitlines() if "data.memory_gone" in line]
+        assert len(told) == 2
+        assert all(hex(freed) in line and "127.0.0.1" in line for line in told)
+
+
 def test_probe_of_a_stopped_peer_answers_within_two_seconds(pair: Pair) -> None:
     with pair.target.stopped():
         begun = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ from kvxfer.addresses import HostPort, parse_host_port
 from kvxfer.compat.mooncake.arguments import Rows
 from kvxfer.compat.mooncake.memory import BufferPool
 from kvxfer.compat.mooncake.own import Own, rdma_nics
+from kvxfer.compat.mooncake.settings import P2P, Wish, open_engine
 from kvxfer.compat.mooncake.target import MooncakeTarget
 from kvxfer.compat.mooncake.targets import Targets
 from kvxfer.mooncake import rdma as mooncake_rdma
 from kvxfer.mooncake.calls import ask_descriptor
-from kvxfer.mooncake.rdma import QUEUE_PAIRS, MooncakeRdmaAnswer
+from kvxfer.mooncake.rdma import MooncakeRdmaAnswer
 from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.types import Rights
 from tests.support.fake_engines import FakeHosts, fake_hosts
@@ -154,11 +156,55 @@ def test_new_connections_leave_nothing_of_the_old_ones(hosts: FakeHosts, monkeyp
                 for queue_pair in hosts.libraries["a"].queue_pairs:
                     queue_pair.to_error()
 
-        assert len(hosts.libraries["a"].queue_pairs) <= 2 * QUEUE_PAIRS  # two rails: "b" has two ports
+        assert len(hosts.libraries["a"].queue_pairs) <= 2 * 2  # two rails: "b" has two ports
     finally:
         targets.close()
         own.close()
     assert not hosts.libraries["a"].queue_pairs
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_as_many_queue_pairs_are_connected_as_mooncake_has(hosts: FakeHosts, count: int) -> None:
+    a, b = hosts.engine("a"), hosts.engine("b")
+    here, there = np.full(NBYTES, 7, np.uint8), np.zeros(NBYTES, np.uint8)
+    local, remote = a.register(here), b.register(there)
+    own = Own(b, b.address, [0])
+    targets = Targets(a, a.address, Directory(), BufferPool(a, Rights.NONE), queue_pairs=count)
+    try:
+        target = targets.find(b.address)
+        target.transfer(kvxfer.Opcode.WRITE, Rows.of_one(local.address, remote.address, NBYTES), None, 10.0)
+
+        assert (there == 7).all()
+        made = [len(hosts.libraries[host].queue_pairs) for host in ("a", "b")]
+        assert made in (
+            [count, count],
+            [2 * count, 2 * count],
+        )  # "b" has two ports: by now one rail may be there, or two
+    finally:
+        targets.close()
+        own.close()
+
+
+def test_peer_that_only_tcp_reaches_is_warned_of_with_the_reasons(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """KVXFER_ALLOW_FALLBACK must not hide that two hosts have RDMA and no way between them."""
+    with fake_hosts(tmp_path) as hosts:
+        hosts.add("", connectx("mlx5_0", "192.0.2.1"))
+        hosts.add("b")
+        peer = hosts.engine("b", transports=("rdma", "tcp"))
+        engine = open_engine(Wish("127.0.0.1", P2P, "rdma", ""), {"KVXFER_ALLOW_FALLBACK": "1"})
+        caplog.clear()
+        try:
+            segment = engine.open_segment(peer.address)
+            assert segment.transport == "tcp"
+        finally:
+            engine.close()
+
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert segment.passed_over["rdma"] in told[0]
+    assert "RDMA" in segment.passed_over["rdma"].partition("does not offer it")[2]
 
 
 def ask_for(name: str, *numbers: int, is_ready: bool = False) -> dict[str, object]:

@@ -34,6 +34,7 @@ VARIABLES: dict[str, str] = {
     "MC_GID_INDEX": "row of the GID table: gid_index",
     "NCCL_IB_GID_INDEX": "the same, where MC_GID_INDEX is not set",
     "MC_PKEY_INDEX": "row of the partition key table: pkey_index",
+    "MC_NUM_QP_PER_EP": "queue pairs for each two NICs to a real Mooncake, which must have as many; 2 if not set",
     "MC_MTU": "upper bound on the path MTU: path_mtu_nbytes_max",
     "MC_MAX_WR": "requests in one send queue: rdma_send_depth",
     "MC_IB_TC": "traffic class: rdma_traffic_class",
@@ -48,7 +49,6 @@ VARIABLES: dict[str, str] = {
 """What is honoured, and as what. The settings of kvxfer's own that are named here win where both are set."""
 
 IGNORED: dict[str, str] = {
-    "MC_NUM_QP_PER_EP": "2 for each two NICs of kvxfer and a real Mooncake, which must have 2 as well",
     "MC_TCP_PROTO": "the version is what the peer's descriptor says",
     "MC_NUM_CQ_PER_CTX": "queues are sized by what is in flight",
     "MC_NUM_COMP_CHANNELS_PER_CTX": "whoever waits for a batch looks for its completions",

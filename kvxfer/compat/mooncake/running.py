@@ -34,7 +34,7 @@ from kvxfer.compat.mooncake.logs import follow_log_level
 from kvxfer.compat.mooncake.memory import BufferPool
 from kvxfer.compat.mooncake.own import Own
 from kvxfer.compat.mooncake.regions import Registrations
-from kvxfer.compat.mooncake.settings import Wish, listen_ports, open_engine, transfer_timeout_s
+from kvxfer.compat.mooncake.settings import Wish, listen_ports, open_engine, queue_pair_count
 from kvxfer.compat.mooncake.target import Notify
 from kvxfer.compat.mooncake.targets import Targets
 from kvxfer.compat.mooncake.tickets import DoneTicket, Ticket
@@ -63,12 +63,12 @@ class Running:
     def __init__(self, wish: Wish, environment: Mapping[str, str]) -> None:
         follow_log_level(environment)
         warn_of_ignored(environment)
-        self._timeout_s = transfer_timeout_s(environment)
         self._pid = os.getpid()
         self._tickets: dict[int, Ticket] = {}
         with contextlib.ExitStack() as undo:
             self.engine = open_engine(wish, environment)
             undo.callback(self.engine.close)
+            self._timeout_s = self.engine.config.transfer_timeout_s
             listening = parse_host_port(self.engine.address)
             self.port = listening.port
             host = wish.host if wish.is_p2p and wish.host else listening.host
@@ -84,7 +84,13 @@ class Running:
             )
             self.managed = BufferPool(self.engine, Rights.ALL)
             self._registrations = Registrations(self.engine)
-            self._targets = Targets(self.engine, self.name, self._directory, BufferPool(self.engine, Rights.NONE))
+            self._targets = Targets(
+                self.engine,
+                self.name,
+                self._directory,
+                BufferPool(self.engine, Rights.NONE),
+                queue_pairs=queue_pair_count(environment),
+            )
             undo.callback(self._targets.close)
             undo.callback(self._directory.withdraw)
             self._directory.publish(self._own.descriptor())

@@ -23,7 +23,7 @@ from kvxfer.system.calls import permit_ptrace
 from kvxfer.transport_set import TransportSet
 from kvxfer.transports.shm import ptrace_remedy, ptrace_scope
 
-__all__ = ["P2P", "Wish", "listen_ports", "open_engine", "transfer_timeout_s"]
+__all__ = ["P2P", "Wish", "listen_ports", "open_engine", "queue_pair_count", "transfer_timeout_s"]
 
 P2P = "P2PHANDSHAKE"
 ALLOW_FALLBACK = "KVXFER_ALLOW_FALLBACK"
@@ -31,9 +31,12 @@ ALLOW_PTRACE = "KVXFER_ALLOW_PTRACE"
 PORT_RANGE = (15000, 17000)  # Mooncake's
 PORT_TRIES = 500  # Mooncake's
 LANES = 4  # Mooncake's
+QUEUE_PAIRS = 2  # Mooncake's
 HANDSHAKE_PORT = 12001  # Mooncake's
-TIMEOUT_S, TIMEOUT_S_MIN = 30.0, 5.0  # Mooncake's
+TIMEOUT_S, TIMEOUT_S_MIN, TIMEOUT_S_MAX = 30.0, 5.0, 86000.0  # the first two are Mooncake's
 CONNECT_TIMEOUT_S = 5.0  # Mooncake's
+KEEPALIVE_ADDED_S = 10.0
+"""A peer that is silent because a call there holds the GIL is not dead before transfers to it have had their time."""
 
 log = get_logger(__name__)
 
@@ -65,7 +68,12 @@ class Wish:
 
 def transfer_timeout_s(environment: Mapping[str, str]) -> float:
     """Return how long a transfer may take, without what its bytes add."""
-    return max(TIMEOUT_S_MIN, read_number(environment, ("MC_TRANSFER_TIMEOUT",), TIMEOUT_S, 0.0, 86400.0))
+    return max(TIMEOUT_S_MIN, read_number(environment, ("MC_TRANSFER_TIMEOUT",), TIMEOUT_S, 0.0, TIMEOUT_S_MAX))
+
+
+def queue_pair_count(environment: Mapping[str, str]) -> int:
+    """Return how many queue pairs a real Mooncake is asked for between two NICs: as many as it has itself."""
+    return read_number(environment, ("MC_NUM_QP_PER_EP",), QUEUE_PAIRS, 1, 255)
 
 
 def listen_ports(environment: Mapping[str, str]) -> list[int]:
@@ -90,8 +98,11 @@ def open_engine(wish: Wish, environment: Mapping[str, str]) -> TransferEngine:
             value=wish.protocol,
         )
     wants_rdma = protocol == "rdma"
+    timeout_s = transfer_timeout_s(environment)
     settings: dict[str, Any] = {
         "host": _listen_host(wish.host, environment),
+        "transfer_timeout_s": timeout_s,
+        "keepalive_timeout_s": timeout_s + KEEPALIVE_ADDED_S,
         "transports": ("shm", "rdma") if wants_rdma else ("shm", "tcp"),
         "connect_timeout_s": read_number(
             environment, ("MC_HANDSHAKE_CONNECT_TIMEOUT",), CONNECT_TIMEOUT_S, 0.001, 86400.0

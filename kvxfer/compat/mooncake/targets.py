@@ -43,13 +43,19 @@ log = get_logger(__name__)
 
 
 class Targets:
-    """Every peer of one engine. All methods may be called from any thread."""
+    """Every peer of one engine. All methods may be called from any thread.
 
-    def __init__(self, engine: TransferEngine, own_name: str, directory: Directory, staging: BufferPool) -> None:
+    queue_pairs: how many a real Mooncake is asked for between two NICs.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, own_name: str, directory: Directory, staging: BufferPool, *, queue_pairs: int = 2
+    ) -> None:
         self._engine = engine
         self._own_name = own_name
         self._directory = directory
         self._staging = staging
+        self._queue_pairs = queue_pairs
         self._lock = threading.Lock()
         self._targets: dict[str, Target] = {}
         self._left: list[Target] = []
@@ -135,7 +141,13 @@ class Targets:
 
             label = format_host_port(at.host, at.port)
             return MooncakeRdmaPeer(
-                label, descriptor, own_name=self._own_name, nics=nics, config=config, refresh=refresh
+                label,
+                descriptor,
+                own_name=self._own_name,
+                nics=nics,
+                queue_pairs=self._queue_pairs,
+                config=config,
+                refresh=refresh,
             )
         if "tcp" not in self._engine.transports:
             raise TransportUnavailableError(
