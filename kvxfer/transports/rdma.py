@@ -246,7 +246,7 @@ def _survey_probe(survey: NicSurvey) -> Probe:
         "rdma",
         usable=False,
         reason=f"no RDMA port can be used: {refused}",
-        remedy="`kvxfer devices` shows each port and its GIDs; `kvxfer doctor` says what to change.",
+        remedy=survey.remedy or "`kvxfer devices` shows each port and its GIDs; `kvxfer doctor` says what to change.",
         details=details,
     )
 

@@ -97,8 +97,10 @@ def connect(rail: Rail, link: PeerLink, deadline: float) -> SendQueue:
             told = told or failed.error  # of the best pair; the others were a last resort
             if failed.step not in OF_GIDS or time.monotonic() >= deadline:
                 break
-    except (VerbsError, DeviceUnusableError, PeerUnreachableError) as error:
-        told = error  # a peer that is silent may be gone: the session finds out, and ends then
+    except (VerbsError, DeviceUnusableError) as error:
+        told = error
+    except PeerUnreachableError as error:  # it may be gone: the session finds out, and ends then
+        told = told or error  # or the time was over; what was found out before says more
     if rail.number != before:
         link.hang_up("rdma", rail.number, min(deadline, time.monotonic() + HANG_UP_S))
     assert told is not None

@@ -101,7 +101,7 @@ class Mender:
                     if error is None:
                         return
                     failures.append(error)
-                    if time.monotonic() >= deadline:
+                    if time.monotonic() >= deadline - TICK_S:
                         break
                 rails = [rail for rail in rails if not rail.is_spare] or rails
                 pause_s = max(0.0, min(deadline, *(rail.paused_until for rail in rails)) - time.monotonic())
@@ -111,7 +111,8 @@ class Mender:
                         self._changed.wait_for(lambda: self._closed is not None, pause_s)
                     if self._closed is not None:
                         raise self._closed
-                    if not is_silent or time.monotonic() >= deadline:
+                    # A round without time would only hide what the last one found out.
+                    if not is_silent or time.monotonic() >= deadline - TICK_S:
                         raise self._failure(failures)
         finally:
             with self._changed:

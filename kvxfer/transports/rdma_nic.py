@@ -8,6 +8,7 @@ up later.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvxfer.errors import DeviceUnusableError, KvxferError
+from kvxfer.errors import DeviceUnusableError, KvxferError, RegistrationError
 from kvxfer.log import get_logger
 from kvxfer.memory.chunks import CHUNK_DTYPE
+from kvxfer.memory.registration import register
 from kvxfer.system.interfaces import Interface, list_interfaces
 from kvxfer.transports.rdma_attributes import PortAttributes
 from kvxfer.transports.rdma_keys import KeyTable
 from kvxfer.verbs.device import AsyncEvent, Context, Port, list_devices
-from kvxfer.verbs.enums import EventType, GidType, PortState
+from kvxfer.verbs.enums import Access, EventType, GidType, PortState
 from kvxfer.verbs.gid_candidate import GidCandidate
 from kvxfer.verbs.gid_choice import GidChoice, GidPreference, choose_gid
 from kvxfer.verbs.library import VerbsLibrary
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Nic", "NicSurvey", "close_devices", "find_nics", "open_nics"]
 
+TRIAL_NBYTES = 1 << 20
+"""Registered and given back when a device is opened: no KV cache is smaller."""
+
 log = get_logger(__name__)
 
 
@@ -48,13 +53,14 @@ class NicSurvey:
 
     refusals: for each port that is not used, or each device, the reason. warnings: what a person should know of: a port
     that was wanted and is not used, a choice that may not carry. contexts: the devices that are open: those of `nics`,
-    and those of which a port may come up later.
+    and those of which a port may come up later. remedy: what to do about a device that takes no memory, or "".
     """
 
     nics: tuple[Nic, ...]
     refusals: dict[str, str]
     warnings: dict[str, str]
     contexts: tuple[Context, ...]
+    remedy: str = ""
 
     def close(self, on_error: Callable[[KvxferError], None] = lambda error: None) -> None:
         """Close the devices with everything that was made from them."""
@@ -195,6 +201,7 @@ def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: P
     nics: list[Nic] = []
     refusals: dict[str, str] = {}
     warnings: dict[str, str] = {}
+    remedy = ""
     if wanted is not None:
         if not any(item.device in names for item in wanted):
             check_wanted(wanted, names)
@@ -215,10 +222,11 @@ def open_nics(config: EngineConfig, library: VerbsLibrary | None = None, root: P
         nics += found.nics
         refusals |= found.refusals
         warnings |= found.warnings
+        remedy = remedy or found.remedy
         contexts += found.contexts
         if not found.contexts:
             context.close()
-    return NicSurvey(tuple(nics), refusals, warnings, tuple(contexts))
+    return NicSurvey(tuple(nics), refusals, warnings, tuple(contexts), remedy)
 
 
 def find_nics(context: Context, config: EngineConfig, used: Sequence[Nic] = ()) -> NicSurvey:
@@ -236,10 +244,13 @@ def find_nics(context: Context, config: EngineConfig, used: Sequence[Nic] = ()) 
     )
     refusals |= {f"{context.name}:{one.port.number}": one.reason for one in verdicts if not one.is_usable}
     usable = [one.port for one in verdicts if one.is_usable]
+    remedy = ""
     if usable:
         interfaces = _find_interfaces()
         domain = used[0].domain if used else context.alloc_pd()
         try:
+            if not used:
+                _try_registration(domain)
             for port in usable:
                 try:
                     nic = Nic(context, domain, port, config, interfaces)
@@ -250,6 +261,11 @@ def find_nics(context: Context, config: EngineConfig, used: Sequence[Nic] = ()) 
                 except DeviceUnusableError as error:
                     refusals[f"{context.name}:{port.number}"] = error.message
                     warnings[f"{context.name}:{port.number}"] = error.message
+        except RegistrationError as error:
+            for port in usable:
+                refusals[f"{context.name}:{port.number}"] = error.message
+                warnings[f"{context.name}:{port.number}"] = f"{error.message} {error.remedy}"
+            remedy = error.remedy
         except BaseException:
             for nic in nics:
                 nic.close()
@@ -259,7 +275,18 @@ def find_nics(context: Context, config: EngineConfig, used: Sequence[Nic] = ()) 
         if not nics and not used:
             domain.close()
     may_carry = bool(usable) or any(one.may_change for one in verdicts)
-    return NicSurvey(tuple(nics), refusals, warnings, (context,) if may_carry else ())
+    return NicSurvey(tuple(nics), refusals, warnings, (context,) if may_carry else (), remedy)
+
+
+def _try_registration(domain: ProtectionDomain) -> None:
+    """Raise RegistrationError where a device takes no memory at all: with too low a limit of locked memory no region
+    could ever be registered, also for those who would do with another transport."""
+    with mmap.mmap(-1, TRIAL_NBYTES) as memory:
+        view = np.frombuffer(memory, np.uint8)
+        address = int(view.__array_interface__["data"][0])
+        del view
+        access = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
+        register([domain], address, TRIAL_NBYTES, access).close()
 
 
 def _find_interfaces() -> Sequence[Interface] | None:

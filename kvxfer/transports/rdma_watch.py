@@ -58,6 +58,7 @@ class PortWatch:
         self._readers: list[_EventReader] = []
         self._known = {one.name for one in list_sysfs_devices(self._root)} | {one.name for one in survey.contexts}
         """Devices that were there when somebody looked, used or not; none is ever opened twice."""
+        self._told = dict(survey.warnings)
         self._thread: threading.Thread | None = None
         self._is_wanted = False
         self._is_closed = False
@@ -171,6 +172,10 @@ class PortWatch:
             return []
 
     def _use(self, found: NicSurvey) -> None:
+        for port, warning in found.warnings.items():
+            if self._told.get(port) != warning:  # the next event of the device is no news of it
+                self._told[port] = warning
+                log.warning("rdma.port_doubtful", port=port, warning=warning)
         for nic in found.nics:
             try:
                 self._take(nic)

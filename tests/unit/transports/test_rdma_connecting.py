@@ -488,6 +488,21 @@ def test_a_neighbour_that_never_answers_names_both_ends_and_the_port(hosts: Fake
     assert pair.queue_pairs() == ([], [])
 
 
+def test_a_try_without_time_does_not_hide_what_the_one_before_found_out(hosts: FakeHosts) -> None:
+    """The kernel is slow to say that a neighbour does not answer; the second pair of GIDs has no time left."""
+    hosts.fabric.set_path("a/mlx5_0", "b/mlx5_0", rtr_errno=errno.ETIMEDOUT)
+    pair = hosts.pair(connectx(address=A), connectx(address=B), connect_timeout_s=0.35)
+    for library in pair.libraries:
+        library.before["ibv_modify_qp"] = lambda: time.sleep(0.1)
+
+    with pytest.raises(TransportUnavailableError) as caught:
+        pair.open()
+
+    assert "ETIMEDOUT" in caught.value.message
+    assert "4791" in caught.value.remedy
+    assert "did not answer the request" not in str(caught.value)
+
+
 def test_another_pair_of_gids_is_tried_where_one_does_not_resolve(hosts: FakeHosts) -> None:
     """The IPv4 rows do not reach each other, the others do: one try is lost, no time."""
     hosts.fabric.rules.append(_only_link_local)
@@ -560,6 +575,32 @@ def test_an_address_that_was_taken_away_is_told_with_those_there_are(hosts: Fake
 
     assert "2001:db8::7" in pair.rails[0]["trouble"]
     assert A in pair.rails[0]["trouble"]
+
+
+def test_too_low_a_limit_of_locked_memory_is_a_reason_for_the_next_transport(hosts: FakeHosts) -> None:
+    """Where no region could be registered, rdma is not usable here, and tcp is not the worse for it."""
+    hosts.add("a", connectx(address=A)).memlock_nbytes = 64 << 10
+    hosts.add("b", connectx(address=B))
+
+    probe = RdmaTransport.probe(_config("a"))
+    a, b = hosts.engine("a", transports=("rdma", "tcp")), hosts.engine("b", transports=("rdma", "tcp"))
+
+    assert not probe.usable
+    assert "ENOMEM" in probe.reason
+    assert "mlx5_0:1" in probe.details["refusals"]
+    assert a.transports == ("tcp",)
+    a.register(bytearray(1 << 20))
+    assert a.open_segment(b.address).transport == "tcp"
+
+
+def test_the_remedy_of_a_limit_of_locked_memory_is_told(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.memory.registration_error.memlock_nbytes", lambda: 64 << 10)
+    hosts.add("a", connectx(address=A)).memlock_nbytes = 64 << 10
+
+    with pytest.raises(TransportUnavailableError, match="locked-memory limit of this process is 65536") as caught:
+        hosts.engine("a")
+
+    assert "ulimit -l unlimited" in caught.value.remedy
 
 
 def test_a_zero_gid_is_no_gid(hosts: FakeHosts) -> None:

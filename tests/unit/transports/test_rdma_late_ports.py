@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from kvxfer import TransferEngine
 from kvxfer.errors import TransportUnavailableError
-from kvxfer.verbs.enums import PortState
+from kvxfer.verbs.enums import EventType, PortState
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeFabric, FakeLibrary, FakeNic, FakePort, erdma, gid
@@ -141,11 +141,11 @@ def test_a_port_whose_device_refuses_the_memory_stays_out_and_nothing_is_left_on
     pair = hosts.pair(rails(1, down=0), rails(2), nbytes=NBYTES)
     pair.a.register(np.zeros(NBYTES, np.uint8))
     library = pair.libraries[0]
-    library.fail("ibv_reg_mr", errno.EPERM, nth=2, times=9, device="mlx_0")
+    library.fail("ibv_reg_mr", errno.EPERM, nth=3, times=9, device="mlx_0")  # after the trial and the first region
 
     with capture_logs() as events:
         library.set_port("mlx_0", 1, PortState.ACTIVE)
-        until(lambda: library.calls["ibv_dereg_mr"] > 0 and library.device("mlx_0").live["pd"] == 0)
+        until(lambda: bool(events) and library.device("mlx_0").live["pd"] == 0)
     pair.open()
     pair.write(65536)
 
@@ -153,6 +153,24 @@ def test_a_port_whose_device_refuses_the_memory_stays_out_and_nothing_is_left_on
     assert not library.device("mlx_0").live["mr"]
     assert "mlx_0:1" not in pair.local.keys["rdma"]["nics"]
     assert [event["port"] for event in events if event["event"] == "rdma.port_doubtful"] == ["mlx_0:1"]
+
+
+def test_a_port_whose_device_takes_no_memory_at_all_is_told_once(hosts: FakeHosts) -> None:
+    pair = hosts.pair(rails(1, down=0), rails(2), nbytes=NBYTES)
+    library = pair.libraries[0]
+    library.fail("ibv_reg_mr", errno.EPERM, times=9, device="mlx_0")
+
+    with capture_logs() as events:
+        library.set_port("mlx_0", 1, PortState.ACTIVE)
+        until(lambda: bool(events))
+        looks = library.calls["ibv_alloc_pd"]
+        library.raise_event("mlx_0", EventType.GID_CHANGE, 1)
+        until(lambda: library.calls["ibv_alloc_pd"] > looks and library.device("mlx_0").live["pd"] == 0)
+
+    assert names(pair.a) == ["mlx_1:1"]
+    (event,) = [event for event in events if event["event"] == "rdma.port_doubtful"]
+    assert event["port"] == "mlx_0:1"
+    assert "EPERM" in event["warning"]
 
 
 def test_regions_come_and_go_while_a_port_is_taken_into_use(hosts: FakeHosts) -> None:
