@@ -6,6 +6,7 @@ one lately. Filled by `serving.PeerService` in the loops' threads; moves no byte
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import OrderedDict, deque
@@ -108,7 +109,10 @@ class NotificationQueue:
             if peer is None or connection not in peer.connections:
                 return
             peer.connections.discard(connection)
-            peer.reason = reason or peer.reason
+            if (
+                reason is not None
+            ):  # a copy: the error itself has frames, and gets more, which hold memory that was in use
+                peer.reason = copy.copy(reason)
             if not peer.connections:
                 del self._here[generation]
                 peer.ended_at = time.time()
