@@ -426,9 +426,9 @@ def is_waiting_in(thread: threading.Thread, function: str) -> bool:
 @pytest.mark.slow
 def test_ctrl_c_in_who_opens_is_not_raised_in_who_waits_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with TransferEngine(transports=("tcp",)) as engine, TransferEngine(transports=("tcp",)) as owner:
-        session, begun, interrupted, tries = Segment.session, threading.Event(), threading.Event(), []
+        session, begun, interrupted, tries = PeerConnection.session, threading.Event(), threading.Event(), []
 
-        def interrupt_once(self: Segment, *arguments: Any) -> Session:
+        def interrupt_once(self: PeerConnection, *arguments: Any) -> Session:
             tries.append(self)
             if len(tries) == 1:
                 begun.set()
@@ -436,12 +436,12 @@ def test_ctrl_c_in_who_opens_is_not_raised_in_who_waits_with_it(monkeypatch: pyt
                 raise KeyboardInterrupt
             return session(self, *arguments)
 
-        monkeypatch.setattr(Segment, "session", interrupt_once)
+        monkeypatch.setattr(PeerConnection, "session", interrupt_once)
         leader = Caller(lambda: engine.open_segment(owner.address))
         assert begun.wait(JOIN_S)
         follower = Caller(lambda: engine.open_segment(owner.address))
         until = time.monotonic() + 1.0
-        while not is_waiting_in(follower, "open_segment") and time.monotonic() < until:
+        while not is_waiting_in(follower, "result") and time.monotonic() < until:
             time.sleep(0.002)
         interrupted.set()
         leader.finish()
