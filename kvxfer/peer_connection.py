@@ -173,7 +173,7 @@ class PeerConnection:
                 break
             except TransportUnavailableError as error:
                 self._failed_transports[carrier] = error
-                session.close(f"{carrier} could not be established")
+                session.close(f"{carrier} could not be established: {error.message.rstrip('.')}")
             except BaseException as error:
                 session.reset(PeerClosedError(f"{self.address} was given up: {error}.", peer=self.address))
                 raise

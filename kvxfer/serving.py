@@ -200,11 +200,17 @@ class PeerService:
     def session_established(self, session: Session) -> None:
         """A peer is there."""
         assert session.established is not None
-        peer, transport = self._peer_address(session), session.established.transport
+        peer, established = self._peer_address(session), session.established
         self.notifications.connected(session.generation, peer, session.token)
         if session.error is not None:  # it has ended meanwhile, in another thread
             self.notifications.disconnected(session.generation, session.token, session.error)
-        self._log.info("peer.connected", peer=peer, label=session.label, transport=transport)
+        self._log.info(
+            "peer.connected",
+            peer=peer,
+            label=session.label,
+            transport=established.transport,
+            passed_over=dict(established.passed_over),
+        )
 
     def frame_received(self, session: Session, frame: Frame) -> None:
         """Answer a peer's question."""

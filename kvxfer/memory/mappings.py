@@ -1,19 +1,18 @@
-"""What the kernel says of this process's memory: page sizes, rights, the locked-memory limit.
+"""What the kernel says of this process's memory: page sizes, rights.
 
-Reads /proc and asks getrlimit(2); touches no byte of the memory itself. `registration.py` asks here before it cuts a
+Reads /proc; touches no byte of the memory itself. `registration.py` asks here before it cuts a
 region, and after the kernel refused one.
 """
 
 from __future__ import annotations
 
 import mmap
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Explanation", "MemoryMapping", "explain_fault", "find_mappings", "find_page_nbytes", "memlock_nbytes"]
+__all__ = ["Explanation", "MemoryMapping", "explain_fault", "find_mappings", "find_page_nbytes"]
 
 PAGE_NBYTES = mmap.PAGESIZE
 _GPU_REMEDY = "Memory of a GPU is not moved: copy it to registered host memory first."
@@ -111,12 +110,6 @@ def explain_fault(address: int, nbytes: int, *, is_written: bool, root: Path = P
         "disk or another device's",
         remedy="Register anonymous or shared memory, and keep it until it is unregistered.",
     )
-
-
-def memlock_nbytes() -> int | None:
-    """Return how much memory this process may lock (`ulimit -l`), in bytes; None for no limit."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _parse_mapping(line: str) -> MemoryMapping | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.errors import RegistrationError
-from kvxfer.memory.mappings import PAGE_NBYTES, Explanation, explain_fault, memlock_nbytes
+from kvxfer.memory.mappings import PAGE_NBYTES, Explanation, explain_fault, find_page_nbytes
+from kvxfer.system.memlock import MEMLOCK_ERRNOS, memlock_nbytes
 from kvxfer.verbs.enums import Access
 from kvxfer.verbs.library import errno_name, errno_text
 
@@ -19,7 +20,6 @@ __all__ = ["Failure", "build_error"]
 
 SETTING = "rdma_chunk_nbytes_max"
 """What an EngineConfig calls `chunk_nbytes_max` of `registration.register`."""
-MEMLOCK_ERRNOS = frozenset({errno.ENOMEM, errno.EPERM, errno.EAGAIN})
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,12 @@ def _explain(failure: Failure, root: Path) -> Explanation:
             remedy=f"Update the driver, or {leave_out}.",
         )
     if failure.is_of_sum:
+        page = find_page_nbytes(failure.region_address, failure.region_nbytes, root)
         return Explanation(
             why=f"the device took {failure.nbytes_worked} bytes at once before, so it is the sum that it has no room "
-            f"for",
-            remedy=f"Register less, use huge pages (a device has room for a number of pages), or {leave_out}.",
+            f"for; this region is {-(-failure.region_nbytes // page)} pages of {page} bytes, and it has room for so "
+            f"many",
+            remedy=f"Register less, use huge pages (mmap with MAP_HUGETLB), or {leave_out}.",
         )
     return Explanation(
         why=f"the device says it takes {_size(failure.advertised_nbytes)} at once, the limit was {_limit(failure)}; it "

@@ -119,12 +119,23 @@ class _Region:
                 )
                 for domain, device in zip(domains, registration.devices, strict=True):
                     self._devices[domain] = (device, registration)
+                    if len(device.chunks) > 1:
+                        self._note_chunks(device)
             for nic in nics:
                 chunks = self._devices[nic.domain][0].chunks
                 nic.add_keys(self._address, self._nbytes, chunks[["address", "nbytes", "lkey"]].tolist())
                 rows = [list(row) for row in chunks[["address", "nbytes", "rkey"]].tolist()]
                 self.keys["nics"] = {**self.keys["nics"], nic.name: rows}
                 self._nics.append(nic)
+
+    def _note_chunks(self, device: DeviceRegistration) -> None:
+        """Say that a device has it in pieces, and whose limit that is; for a person."""
+        facts = {
+            "count": len(device.chunks),
+            "limit_nbytes": device.limit_nbytes,
+            "limit_origin": device.limit_origin,
+        }
+        self.keys["chunked"] = {**self.keys.get("chunked", {}), device.device: facts}
 
     def shrink(self, nic: Nic) -> None:
         """Take it off a port that was added alone."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import UsageError, VerbsError
+from kvxfer.system.memlock import memlock_note
 from kvxfer.verbs.handle import Handle
 from kvxfer.verbs.library import errno_of, errno_text, ffi
 
@@ -123,9 +124,9 @@ class CompletionQueue(Handle):
             number = ffi.errno
             raise VerbsError(
                 f"ibv_create_cq({context.name}, {cqe} completions) failed: {errno_text(number)}; the device allows "
-                f"{context.limits.max_cqe} a queue and {context.limits.max_cq} queues.",
-                remedy="EINVAL: ask for fewer completions. ENOMEM: raise the locked-memory limit (ulimit -l), or close "
-                "other users of the device.",
+                f"{context.limits.max_cqe} a queue and {context.limits.max_cq} queues{memlock_note(number)}.",
+                remedy="EINVAL: ask for fewer completions. ENOMEM: raise the locked-memory limit "
+                "(`ulimit -l unlimited`), or close other users of the device.",
                 verb="ibv_create_cq",
                 errno=number,
                 device=context.name,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import PostError, QueuePairStateError, VerbsError
+from kvxfer.system.memlock import memlock_note
 from kvxfer.verbs.enums import QueuePairState, WorkOpcode
 from kvxfer.verbs.library import errno_text, ffi
 from kvxfer.verbs.qp_attributes import to_plain, to_text
@@ -35,7 +36,7 @@ def creation_error(context: Context, number: int, asked: QueuePairCapabilities) 
     return VerbsError(
         f"ibv_create_qp({context.name}) failed: {errno_text(number)}. Likely: {finding.why}. Asked: "
         f"{asked}; the device allows max_qp_wr {limits.max_qp_wr}, max_sge {limits.max_sge} and {limits.max_qp} queue "
-        f"pairs.",
+        f"pairs{memlock_note(number)}.",
         remedy=finding.remedy,
         verb="ibv_create_qp",
         errno=number,

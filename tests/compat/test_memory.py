@@ -129,3 +129,17 @@ def test_empty_range_does_not_free_the_address_of_another(engine: kvxfer.Transfe
     registrations.remove([data.ctypes.data])
 
     assert all(region.address != data.ctypes.data for region in engine.regions)
+
+
+def test_the_range_of_a_batch_that_cannot_be_registered_is_named(engine: kvxfer.TransferEngine) -> None:
+    """B83: the third of five; nothing of the batch stays registered."""
+    memory = np.zeros(5 * 4096, np.uint8)
+    ranges = [(memory.ctypes.data + 4096 * row, 0 if row == 2 else 4096) for row in range(5)]
+    registrations = Registrations(engine)
+    before = len(engine.regions)
+
+    with pytest.raises(kvxfer.KvxferError) as caught:
+        registrations.add(ranges)
+
+    assert caught.value.values["index"] == 2
+    assert len(engine.regions) == before

@@ -32,15 +32,19 @@ class Registrations:
         self._taken: set[int] = set()
 
     def add(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register ranges (address, nbytes), all or none."""
+        """Register ranges (address, nbytes), all or none; the error's `index` is the row that failed."""
         claimed: list[int] = []
         made: list[Region] = []
         try:
             for address, nbytes in ranges:
                 if self._claim(address, nbytes):
                     claimed.append(address)
-            for one in ranges:
-                made.append(self._register(one))
+            for row, one in enumerate(ranges):
+                try:
+                    made.append(self._register(one))
+                except KvxferError as error:
+                    error.note(index=row)
+                    raise
         except BaseException:
             for region in made:
                 with contextlib.suppress(KvxferError):

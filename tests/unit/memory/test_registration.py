@@ -504,6 +504,20 @@ def test_driver_that_does_not_register_such_memory_can_be_left_out() -> None:
     host.close()
 
 
+def test_a_sum_that_a_device_has_no_room_for_is_told_in_pages() -> None:
+    """B78: a device has room for so many pages, whatever their size."""
+    host = Host(connectx(registered_nbytes_max=3 * MIB))
+    memory = np.zeros(5 * MIB + PAGE, np.uint8)
+    address = -(-memory.ctypes.data // PAGE) * PAGE
+
+    with pytest.raises(RegistrationError) as caught:
+        register(host.domains, address, 5 * MIB, ALL, chunk_nbytes_max=MIB)
+
+    assert f"this region is 1280 pages of {PAGE} bytes" in caught.value.message
+    assert "huge pages" in caught.value.remedy
+    host.close()
+
+
 def test_unmapped_memory_is_named_and_a_gpu_is_thought_of() -> None:
     """B91"""
     host = Host(connectx())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -219,7 +220,16 @@ def test_memory_is_registered_in_chunks_where_the_device_takes_less_than_it_says
     pair.open()
 
     assert len(pair.segment.regions[0].keys["rdma"]["nics"]["mlx5_0:1"]) >= 16
+    facts = pair.remote.keys["rdma"]["chunked"]["mlx5_0"]
+    assert facts["count"] >= 16  # and one more where it does not begin at a page
+    assert (facts["limit_nbytes"], facts["limit_origin"]) == (1 << 16, "setting")
     check_connected(pair)
+
+
+def test_memory_in_one_piece_says_nothing_of_pieces(hosts: FakeHosts) -> None:
+    pair = hosts.pair(connectx(address=A), connectx(address=B))
+
+    assert "chunked" not in pair.remote.keys["rdma"]
 
 
 @pytest.mark.slow
@@ -474,7 +484,7 @@ def test_a_neighbour_that_answers_later_is_waited_for(hosts: FakeHosts) -> None:
 def test_a_neighbour_that_never_answers_names_both_ends_and_the_port(hosts: FakeHosts, source: str) -> None:
     hosts.fabric.set_path(source, "b/erdma_0" if source[0] == "a" else "a/erdma_0", both_ways=False, rtr_errno=110)
     here, there = erdma(address=A, ndev="ens1"), erdma(address=B, ndev="ens2")
-    pair = hosts.pair(here, there, connect_timeout_s=0.25)
+    pair = hosts.pair(here, there, connect_timeout_s=0.5)
     before = time.monotonic()
 
     with pytest.raises(TransportUnavailableError) as caught:
@@ -491,9 +501,9 @@ def test_a_neighbour_that_never_answers_names_both_ends_and_the_port(hosts: Fake
 def test_a_try_without_time_does_not_hide_what_the_one_before_found_out(hosts: FakeHosts) -> None:
     """The kernel is slow to say that a neighbour does not answer; the second pair of GIDs has no time left."""
     hosts.fabric.set_path("a/mlx5_0", "b/mlx5_0", rtr_errno=errno.ETIMEDOUT)
-    pair = hosts.pair(connectx(address=A), connectx(address=B), connect_timeout_s=0.35)
-    for library in pair.libraries:
-        library.before["ibv_modify_qp"] = lambda: time.sleep(0.1)
+    pair = hosts.pair(connectx(address=A), connectx(address=B), connect_timeout_s=0.5)
+    steps = itertools.count()
+    pair.libraries[0].before["ibv_modify_qp"] = lambda: time.sleep(0.5 if next(steps) else 0.0)
 
     with pytest.raises(TransportUnavailableError) as caught:
         pair.open()
@@ -735,6 +745,20 @@ def test_a_peer_that_refuses_the_request_for_a_connection_is_told_where_there_is
 
     with pytest.raises(TransportUnavailableError, match="qp_num"):
         pair.open()
+
+
+def test_the_peer_is_told_why_it_is_reached_by_tcp(hosts: FakeHosts) -> None:
+    """Who looks at its log only must see as well what is lost, and why."""
+    pair = hosts.pair(connectx(address=A, max_qp=0), connectx(address=B), transports=("rdma", "tcp"))
+
+    with capture_logs() as events:
+        pair.open()
+        pair.write()
+
+    (connected,) = [one for one in events if one["event"] == "peer.connected" and one["transport"] == "tcp"]
+    assert "ENOMEM" in connected["passed_over"]["rdma"]
+    ended = [one["reason"] for one in events if one["event"] == "peer.disconnected"]
+    assert any("rdma could not be established" in reason and "ENOMEM" in reason for reason in ended)
 
 
 def test_roce_v1_and_v2_do_not_meet(hosts: FakeHosts) -> None:

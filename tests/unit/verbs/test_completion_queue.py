@@ -158,3 +158,21 @@ def test_queue_that_the_device_refuses_tells_its_limits(library: FakeLibrary) ->
         with pytest.raises(VerbsError, match=rf"{context.limits.max_cqe} a queue") as caught:
             context.create_cq(16)
     assert caught.value.values["cqe"] == 16
+
+
+def test_a_queue_for_which_there_is_no_memory_names_the_limit_of_locked_memory(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B53: queues are locked as well."""
+    monkeypatch.setattr("kvxfer.system.memlock.memlock_nbytes", lambda: 65536)
+    with list_devices(library)[0].open() as context:
+        queue, domain = context.create_cq(8), context.alloc_pd()
+        library.fail("ibv_create_cq", errno.ENOMEM)
+        library.fail("ibv_create_qp", errno.ENOMEM)
+
+        with pytest.raises(VerbsError, match="locked-memory limit of this process is 65536 bytes") as caught:
+            context.create_cq(8)
+        with pytest.raises(VerbsError, match="locked-memory limit of this process is 65536 bytes"):
+            domain.create_qp(queue, capabilities=QueuePairCapabilities(max_send_wr=8))
+
+    assert "ulimit -l unlimited" in caught.value.remedy
