@@ -132,21 +132,22 @@ with TransferEngine(**settings, rdma_devices="rxa0") as engine, Peer(**settings,
     here, there = engine.register(np.full(4096, 7, np.uint8)), peer.register(4096)
     engine.write(segment, here.address, there.address, 4096)
     assert there.bytes() == here.array.tobytes()
-    print(segment.transport, segment.passed_over["rdma"])
+    print(segment.transport)
 """
 
 
-def test_devices_whose_interfaces_are_in_another_namespace_are_passed_over_with_that_reason(
+def test_devices_whose_interfaces_are_in_another_namespace_are_used_with_a_warning(
     namespace: tuple[str, ...],
 ) -> None:  # B180, B186
+    """The kernel may send all the same, as soft RoCE does; where it does not, the batch goes over tcp."""
     done = subprocess.run(
         [*namespace, sys.executable, "-c", IN_A_NAMESPACE],
         capture_output=True, text=True, timeout=120, env=environment(), check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tcp ")
-    assert "va0 is not in this network namespace" in done.stdout
+    assert done.stdout.strip() == "rdma"
+    assert "va0 is not in this network namespace" in done.stderr
 
 
 def doctor(*prefix: str) -> str:
