@@ -388,7 +388,7 @@ def test_unregister_takes_memory_back_from_a_client_that_does_not_answer() -> No
         for _ in range(3):
             memory = np.zeros(BLOCK_NBYTES, np.uint8)
             region = engine.register(memory)
-            with client_of(engine, memory) as client, netem("rate", "100mbit", netdevs=("vb0", "vb1")):
+            with netem("rate", "100mbit", netdevs=("vb0", "vb1")), client_of(engine, memory) as client:
                 stop(client.pid)
                 try:
                     seen = memory.tobytes()
