@@ -30,7 +30,7 @@ Status = CompletionStatus
 BATCHES_MAX = 6
 PART_NBYTES = 2 << 20
 SLOT = 8192
-END_S = 6.0
+END_S = 20.0
 FOR_GOOD = (Status.REM_ACCESS_ERR, Status.LOC_PROT_ERR)
 OF_PATH = (Status.RETRY_EXC_ERR, Status.WR_FLUSH_ERR, Status.GENERAL_ERR)
 
