@@ -47,10 +47,11 @@ def serve(devices: str) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-@pytest.fixture
-def hostfile(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def hostfile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One for all tests: an emulated machine starts the two for long."""
     with ExitStack() as stack:
-        file = tmp_path / "hosts.txt"
+        file = tmp_path_factory.mktemp("mesh") / "hosts.txt"
         file.write_text("\n".join(stack.enter_context(serve(devices)) for devices in ("rxa0,rxa1", "rxb0,rxb1")))
         yield file
 
@@ -76,6 +77,7 @@ def test_mesh_finds_the_two_wires_and_no_path_across(hostfile: Path) -> None:
             assert "no route" in rail["reason"]
 
 
+@pytest.mark.slow
 def test_mesh_draws_a_matrix(hostfile: Path) -> None:
     done = run("mesh", str(hostfile), "--parallel", "1")
 
@@ -107,9 +109,10 @@ def test_doctor_tries_each_rail_to_a_peer_and_compares_attributes() -> None:
 
 
 def test_demo_moves_and_verifies_over_rdma() -> None:
-    done = run("demo", "--json", "--blocks", "64", "--block-size", "16KiB", "--rounds", "2")
+    done = run("demo", "--json", "--transport", "rdma", "--blocks", "64", "--block-size", "16KiB", "--rounds", "2")
 
-    rdma = next(one for one in objects(done.stdout) if one["transport"] == "rdma")
     assert done.returncode == 0, done.stdout + done.stderr
+    (rdma,) = objects(done.stdout)
+    assert rdma["transport"] == "rdma"
     assert rdma["verified"] is True
     assert rdma["write_gbps"] > 0
