@@ -12,6 +12,7 @@ from kvxfer.addresses import HostPort, format_host_port
 from kvxfer.config import EngineConfig
 from kvxfer.errors import ConfigError, PeerUnreachableError
 from kvxfer.log import get_logger
+from kvxfer.text import show
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.tcp import tune
 
@@ -93,9 +94,11 @@ def resolve(target: HostPort, *, passive: bool) -> list[tuple[int, int, int, str
         try:
             return socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM, flags=flags | extra)  # type: ignore[return-value]
         except socket.gaierror as exc:
-            last = exc
+            why = exc.strerror
+        except UnicodeError:  # what no name of a host can be
+            why = "no host has a name like that"
     label = format_host_port(target.host, target.port)
-    message = f"the host name {target.host!r} does not resolve: {last.strerror}."
+    message = f"the host name {show(target.host)} does not resolve: {why}."
     remedy = "Check the spelling, /etc/hosts and DNS, or use the IP address."
     if passive:
         raise ConfigError(message, remedy=remedy, setting="host", value=target.host)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import ConfigError
+from kvxfer.text import clean, show
 
 __all__ = ["HostPort", "choose_advertised_host", "format_host_port", "is_wildcard", "parse_host_port"]
 
@@ -99,7 +100,7 @@ def _usable(interfaces: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _refuse(text: object, reason: str) -> ConfigError:
-    return ConfigError(f"{text!r} is not an address of a peer: {reason}.", remedy=EXAMPLES, value=text)
+    return ConfigError(f"{show(text)} is not an address of a peer: {clean(reason)}.", remedy=EXAMPLES, value=text)
 
 
 def is_wildcard(host: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import select
 import time
 from collections.abc import Generator
@@ -10,16 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError
+from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError, UsageError
 from kvxfer.limits import shortages_told
-from kvxfer.text import format_seconds
+from kvxfer.text import format_seconds, show
 from kvxfer.transports.base import Endpoint, Transfer, is_owned
 from kvxfer.types import Opcode
 
 if TYPE_CHECKING:
     from kvxfer.segment import Segment
 
-__all__ = ["TransferBatch", "wait_all"]
+__all__ = ["TransferBatch", "check_timeout", "wait_all"]
 
 LOOK_S = 0.1
 """How often a thread looks up that waits while another thread moves the batch."""
@@ -123,7 +125,7 @@ class TransferBatch:
         """
         transfer = self._transfer
         if not transfer.finished:
-            deadline = self._deadline if timeout_s is None else time.monotonic() + timeout_s
+            deadline = self._deadline if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
             transfer.deadline = deadline
             if timeout_s is not None:
                 self._limit_s = timeout_s
@@ -235,9 +237,26 @@ class TransferBatch:
         return f"<TransferBatch {self}: {state}>"
 
 
+def check_timeout(timeout_s: object) -> float:
+    """Return a time in seconds as a float, infinite for no limit; raises UsageError for anything else."""
+    if isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool):
+        try:
+            seconds = float(timeout_s)
+        except OverflowError:
+            seconds = math.inf
+        if not math.isnan(seconds):
+            return seconds
+    raise UsageError(
+        f"timeout_s is {show(timeout_s)}.", remedy="Pass a number of seconds, such as 5 or 0.25.", timeout_s=timeout_s
+    )
+
+
 def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> None:
     """Move several batches at once to their end; raises the first failure, after all have ended."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    for batch in batches:
+        if not isinstance(batch, TransferBatch):
+            raise UsageError(f"{show(batch)} is no batch.", remedy="Pass what submit_write and submit_read returned.")
+    deadline = None if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
     try:
         _move_all(list(batches), deadline, timeout_s)
     except BaseException as exc:

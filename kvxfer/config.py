@@ -8,6 +8,7 @@ ConfigError when the configuration is made, and names the setting, the value, th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import ipaddress
@@ -30,6 +31,7 @@ from kvxfer.rdma_names import (
     parse_gid_index,
 )
 from kvxfer.setting import PREFIX, Setting
+from kvxfer.text import show
 
 __all__ = ["EngineConfig"]
 
@@ -89,6 +91,12 @@ def _parse_interface(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[^\s/:]{1,15}", value):  # dev_valid_name of the kernel
         raise ValueError("it is no name of an interface")
     return value
+
+
+def _parse_subnet(value: Any) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    if not isinstance(value, (str, ipaddress.IPv4Network, ipaddress.IPv6Network)):  # a number would be an address
+        raise ValueError("it is no subnet")
+    return ipaddress.ip_network(value)
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -198,7 +206,7 @@ class EngineConfig:
         "interface", None, "network interface whose GIDs are preferred", "any", convert=_parse_interface
     )
     gid_subnet: ipaddress.IPv4Network | ipaddress.IPv6Network | None = _setting(
-        "subnet, such as 192.0.2.0/24", None, "subnet whose GIDs are preferred", "any", convert=ipaddress.ip_network
+        "subnet, such as 192.0.2.0/24", None, "subnet whose GIDs are preferred", "any", convert=_parse_subnet
     )
     pkey_index: int | None = _setting(
         "index",
@@ -301,7 +309,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.key, str):
-            object.__setattr__(self, "key", os.fsencode(self.key))
+            with contextlib.suppress(UnicodeError):  # what cannot be bytes is refused below
+                object.__setattr__(self, "key", os.fsencode(self.key))
         object.__setattr__(self, "transports", self.check_transports(self.transports))
         for row in self.settings():
             object.__setattr__(self, row.name, row.check(getattr(self, row.name)))
@@ -395,10 +404,10 @@ class EngineConfig:
             listed = _split(names) if isinstance(names, str) else tuple(names)
         except TypeError:
             listed = (repr(names),)  # not a list of names at all; told as an unknown one
-        unknown = [name for name in listed if name not in TRANSPORT_NAMES]
+        unknown = [name for name in listed if not (isinstance(name, str) and name in TRANSPORT_NAMES)]
         if unknown or not listed or len(set(listed)) != len(listed):
             what = (
-                f"there is no transport {unknown[0]!r}"
+                f"there is no transport {show(unknown[0])}"
                 if unknown
                 else f"transports {listed!r} names none"
                 if not listed

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvxfer.batch import TransferBatch, wait_all
+from kvxfer.batch import TransferBatch, check_timeout, wait_all
 from kvxfer.config import EngineConfig
 from kvxfer.errors import TransferCancelledError, UsageError
 from kvxfer.memory import Region
@@ -18,6 +18,7 @@ from kvxfer.notifications import Notification
 from kvxfer.planning import Addresses, block_addresses, plan
 from kvxfer.runtime import Runtime
 from kvxfer.segment import Segment
+from kvxfer.text import show
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
 
 __all__ = ["TransferEngine"]
@@ -234,8 +235,7 @@ class TransferEngine:
 
         Block i of a region is its bytes [i * block_nbytes, (i + 1) * block_nbytes).
         """
-        _check_local(src_region)
-        there = segment.region(dst_region) if isinstance(dst_region, str) else dst_region
+        there = self._find_regions(segment, src_region, dst_region)
         local = block_addresses("src_ids", src_region, src_ids, block_nbytes)
         remote = block_addresses("dst_ids", there, dst_ids, block_nbytes)
         self.write(segment, local, remote, block_nbytes, notify=notify, timeout_s=timeout_s)
@@ -253,15 +253,18 @@ class TransferEngine:
         timeout_s: float | None = None,
     ) -> None:
         """Read blocks of a peer's region into blocks of a local region, by block number, and wait."""
-        _check_local(dst_region)
-        there = segment.region(src_region) if isinstance(src_region, str) else src_region
+        there = self._find_regions(segment, dst_region, src_region)
         local = block_addresses("dst_ids", dst_region, dst_ids, block_nbytes)
         remote = block_addresses("src_ids", there, src_ids, block_nbytes)
         self.read(segment, local, remote, block_nbytes, notify=notify, timeout_s=timeout_s)
 
     def wait_all(self, batches: Sequence[TransferBatch], timeout_s: float | None = None) -> None:
         """Move several batches at once to their end; raises the first failure, after all have ended."""
-        wait_all(list(batches), timeout_s)
+        try:
+            listed = list(batches)
+        except TypeError:
+            raise UsageError(f"batches is {show(batches)}.", remedy="Pass a list of batches.") from None
+        wait_all(listed, timeout_s)
 
     def notifications(self, timeout_s: float = 0.0, *, peer: str | None = None) -> list[Notification]:
         """Return and forget what has come in, oldest first; waits up to `timeout_s` for something.
@@ -276,10 +279,10 @@ class TransferEngine:
         self._check()
         if peer is not None and not (isinstance(peer, str) and peer):
             raise UsageError(
-                f"peer is {peer!r:.80}.",
+                f"peer is {show(peer)}.",
                 remedy="Pass the peer's engine.address or engine.generation, as a Notification has them.",
             )
-        return self._service.notifications.take(timeout_s, peer)
+        return self._service.notifications.take(check_timeout(timeout_s), peer)
 
     # Inside.
 
@@ -287,6 +290,31 @@ class TransferEngine:
         closed = self._runtime.closed
         if closed is not None:
             raise closed.with_traceback(None)
+
+    def _find_regions(self, segment: object, here: object, there: object) -> RegionDescriptor:
+        """Check what a call by block number was given; returns the peer's region."""
+        if not isinstance(here, Region):
+            raise UsageError(
+                f"the local region is {show(here)}.",
+                remedy="Pass the Region that register or allocate returned; only the peer's region may be given by "
+                "name.",
+            )
+        if isinstance(there, RegionDescriptor):
+            return there
+        return self._check_segment(segment).region(there)  # type: ignore[arg-type]  # it says what is no name
+
+    def _check_segment(self, segment: object) -> Segment:
+        """Return a segment of this engine; raises UsageError for anything else."""
+        if not isinstance(segment, Segment):
+            raise UsageError(
+                f"the segment is {show(segment)}.", remedy="Pass what open_segment returned, first of all."
+            )
+        if segment._opener is not self._segments:
+            raise UsageError(
+                f"the segment {segment.address} was opened by another engine of this process.",
+                remedy="Use the engine that opened it, or open the address with this one.",
+            )
+        return segment
 
     def _copy_row(
         self, opcode: Opcode, segment: Segment, local: Addresses, remote: Addresses, nbytes: Addresses
@@ -312,19 +340,11 @@ class TransferEngine:
         timeout_s: float | None,
     ) -> TransferBatch:
         self._check()
-        if not isinstance(segment, Segment):
-            raise UsageError(
-                f"the segment is a {type(segment).__name__}.", remedy="Pass what open_segment returned, first of all."
-            )
-        if segment._opener is not self._segments:
-            raise UsageError(
-                f"the segment {segment.address} was opened by another engine of this process.",
-                remedy="Use the engine that opened it, or open the address with this one.",
-            )
+        self._check_segment(segment)
         if notify is not None:
             _check_notify(notify, self._config.notify_nbytes_max)
         started = time.monotonic()
-        deadline = started + (self._config.transfer_timeout_s if timeout_s is None else timeout_s)
+        deadline = started + (self._config.transfer_timeout_s if timeout_s is None else check_timeout(timeout_s))
         transfer, endpoint = plan(self._table, opcode, segment._connection, local, remote, nbytes, notify, deadline)
         try:
             batch = TransferBatch(segment, endpoint, transfer, started, deadline)
@@ -336,14 +356,6 @@ class TransferEngine:
                     transfer.finish(TransferCancelledError(f"the submit was interrupted: {exc!r}."))
             raise
         return batch
-
-
-def _check_local(region: object) -> None:
-    if not isinstance(region, Region):
-        raise UsageError(
-            f"the local region is a {type(region).__name__}.",
-            remedy="Pass the Region that register or allocate returned; only the peer's region may be given by name.",
-        )
 
 
 def _check_notify(notify: bytes, nbytes_max: int) -> None:

@@ -18,6 +18,7 @@ from kvxfer.memory.access import access_denied
 from kvxfer.memory.slices import IndexColumn
 from kvxfer.peer_connection import PeerConnection
 from kvxfer.remote_table import RemoteTable
+from kvxfer.text import show
 from kvxfer.transports.base import Endpoint, Transfer
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
 
@@ -163,8 +164,12 @@ def block_addresses(
     argument: str, region: Region | RegionDescriptor, ids: Addresses, block_nbytes: int
 ) -> AddressColumn:
     """Return the addresses of blocks; raises UsageError naming the first that is not in the region."""
-    if isinstance(block_nbytes, bool) or not isinstance(block_nbytes, int) or block_nbytes < 1:
-        raise UsageError(f"block_nbytes is {block_nbytes!r}; it must be a whole number of at least 1.")
+    if isinstance(block_nbytes, bool) or not isinstance(block_nbytes, (int, np.integer)) or block_nbytes < 1:
+        raise UsageError(
+            f"block_nbytes is {show(block_nbytes)}; it must be a whole number of at least 1.",
+            remedy="Pass the size of one block in bytes.",
+        )
+    block_nbytes = int(block_nbytes)
     numbers = np.asarray(ids)
     if numbers.ndim != 1 or numbers.size == 0 or numbers.dtype.kind not in "iu":
         raise UsageError(

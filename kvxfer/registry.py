@@ -17,6 +17,7 @@ from kvxfer.memory import Region, RegionTable, buffer_view
 from kvxfer.memory.buffers import BufferView
 from kvxfer.memory.shared import SharedMemory
 from kvxfer.system.calls import is_readable
+from kvxfer.text import show
 from kvxfer.transport_set import TransportSet
 from kvxfer.types import Rights
 
@@ -77,7 +78,7 @@ class Registry:
         """As `TransferEngine.unregister`."""
         if not isinstance(region, Region) or not self._table.owns(region):
             raise UsageError(
-                f"{region!s:.120} is not a region of this engine.",
+                f"{show(region, 120)} is not a region of this engine.",
                 remedy="Pass what this engine's register or allocate returned.",
             )
         with self._lock:
@@ -146,15 +147,15 @@ class Registry:
 def _check_rights(rights: object, name: object) -> None:
     if not isinstance(rights, Rights):
         raise UsageError(
-            f"rights is {rights!r}.",
+            f"rights is {show(rights)}.",
             remedy="Use kvxfer.Rights.NONE, REMOTE_READ, REMOTE_WRITE or ALL.",
-            rights=repr(rights),
+            rights=rights,
         )
     if not isinstance(name, str) or len(name) > NAME_LENGTH_MAX or not (name.isprintable() or not name):
         raise UsageError(
-            f"name is {name!r:.80}.",
+            f"name is {show(name)}.",
             remedy=f"Use printable text of at most {NAME_LENGTH_MAX} characters.",
-            name=repr(name),
+            name=name,
         )
 
 

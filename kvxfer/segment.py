@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvxfer.errors import ClosedError, NotRegisteredError
+from kvxfer.errors import ClosedError, NotRegisteredError, UsageError
 from kvxfer.peer_connection import PeerConnection
+from kvxfer.text import show
 from kvxfer.types import RegionDescriptor
 
 __all__ = ["Segment"]
@@ -72,6 +73,8 @@ class Segment:
 
         Raises NotRegisteredError where it has none of that name.
         """
+        if not isinstance(name, str):
+            raise UsageError(f"{show(name)} is no name of a region.", remedy="Pass text, or a region's descriptor.")
         found = self._transfers.table.find_name(name)
         if found is None:
             self.refresh()
@@ -79,7 +82,7 @@ class Segment:
         if found is None:
             names = sorted(region.name for region in self.regions if region.name)
             raise NotRegisteredError(
-                f"{self.address} has no region named {name!r}; it has {names[:20] or 'no named region'}.",
+                f"{self.address} has no region named {show(name)}; it has {names[:20] or 'no named region'}.",
                 remedy="Let the peer register it first (register(..., name=...)), or use one of these names.",
                 name=name,
                 peer=self.address,
@@ -103,7 +106,7 @@ class Segment:
     def offer_of(self, transport: str) -> Mapping[str, Any] | None:
         """Return what the peer told of one of its transports when it was connected; None where it does not offer it."""
         offers = self._connection.session().card.get("transports")
-        offer = offers.get(transport) if isinstance(offers, dict) else None
+        offer = offers.get(transport) if isinstance(offers, dict) and isinstance(transport, str) else None
         return offer if isinstance(offer, dict) else None
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvxfer.addresses import HostPort, format_host_port, parse_host_port
 from kvxfer.config import EngineConfig
-from kvxfer.errors import KvxferError, PeerRestartedError, PeerUnreachableError
+from kvxfer.errors import KvxferError, PeerRestartedError, PeerUnreachableError, UsageError
 from kvxfer.memory import RegionTable
 from kvxfer.peer_connection import PeerConnection
 from kvxfer.peer_transfers import PeerTransfers
@@ -46,6 +46,11 @@ class SegmentTable:
     def open(self, address: str, transports: Sequence[str] | None) -> Segment:
         """As `TransferEngine.open_segment`."""
         target = parse_host_port(address)
+        if target.port == 0:
+            raise UsageError(
+                f"{address} has no port to connect to.",
+                remedy="Pass the peer's engine.address: port 0 is the wish for a free one, which that names.",
+            )
         wanted = self._service.config.transports if transports is None else EngineConfig.check_transports(transports)
         key = (format_host_port(target.host, target.port), tuple(wanted))
         with self._lock:

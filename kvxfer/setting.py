@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import ConfigError
+from kvxfer.text import clean, show
 
 __all__ = ["PREFIX", "Setting"]
 
@@ -71,7 +72,7 @@ class Setting:
             try:
                 return self.convert(value)
             except (ValueError, TypeError) as exc:
-                fits, problem = False, f": {exc}"
+                fits, problem = False, f": {clean(str(exc), 300)}"
         elif self.parse in (int, float):
             number = _number(value, self.parse)
             fits = number is not None and self.low <= number <= self.high
@@ -84,7 +85,7 @@ class Setting:
         else:
             fits = self.parse is str and isinstance(value, str) and value.strip() != "" and "\0" not in value
         if not fits:
-            shown = f"a {type(value).__name__}" if self.name == "key" else repr(value)
+            shown = f"a {type(value).__name__}" if self.name == "key" else show(value, 200)
             raise ConfigError(
                 f"{self.name} is {shown}{problem}; it takes {self.allowed}.",
                 remedy=f"{self.meaning[:1].upper()}{self.meaning[1:]}; the default is {self.default!r}.",
@@ -99,7 +100,7 @@ class Setting:
         try:
             return self.check(self.parse(text))
         except (ValueError, ConfigError) as exc:
-            shown = "..." if self.name == "key" else repr(text)
+            shown = "..." if self.name == "key" else show(text, 200)
             problem = exc.values.get("problem", "") if isinstance(exc, ConfigError) else ""
             raise ConfigError(
                 f"the environment variable {variable} is {shown}{problem}; {self.name} takes {self.allowed}.",

@@ -1,12 +1,12 @@
-"""Text made fit for a message or a log line: what a peer wrote, what it may be, several reasons in one
-sentence, times."""
+"""Text made fit for a message or a log line: what a peer wrote, what it may be, what a caller passed, several reasons
+in one sentence, times."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
 
-__all__ = ["clean", "format_seconds", "guess_protocol", "join_reasons"]
+__all__ = ["clean", "format_seconds", "guess_protocol", "join_reasons", "show"]
 
 _STRANGERS: tuple[tuple[bytes, str], ...] = (
     (b"SSH-", "an SSH server"),
@@ -30,6 +30,14 @@ def clean(text: str, length_max: int = 200) -> str:
     cut = text[: 4 * length_max]  # bounds the work; what is dropped below still leaves enough to fill the length
     kept = cut if cut.isascii() and cut.isprintable() else "".join(map(_printable, cut))
     return kept if len(kept) <= length_max else kept[: length_max - 3] + "..."
+
+
+def show(value: object, length_max: int = 80) -> str:
+    """Return what a caller passed, as Python writes it, in one line that is not longer than that."""
+    try:
+        return clean(repr(value), length_max)
+    except Exception:  # its own __repr__ fails: that is not what the message is about
+        return f"a {type(value).__name__}"
 
 
 def guess_protocol(first_bytes: bytes) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvxfer.errors import MemoryArgumentError
+from kvxfer.text import show
 from kvxfer.types import ADDRESS_MAX
 
 __all__ = ["BufferView", "buffer_view"]
@@ -126,9 +127,12 @@ def _from_address(pair: tuple[Any, ...]) -> BufferView:
         _refuse(pair, f"has {len(pair)} items", remedy)
     numbers = []
     for name, value in zip(("address", "nbytes"), pair, strict=True):
-        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-            _refuse(pair, f"has {value!r} as {name}, which is no int", remedy)
-        numbers.append(operator.index(value))
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            numbers.append(operator.index(value))
+        except TypeError:
+            _refuse(pair, f"has {show(value)} as {name}, which is no int", remedy)
     return _checked(pair, BufferView(numbers[0], numbers[1], read_only=False, owner=None, kind="address"))
 
 

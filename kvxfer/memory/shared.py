@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvxfer.errors import AllocationError, MemoryArgumentError
 from kvxfer.limits import remedy_for, shortage
+from kvxfer.text import show
 
 __all__ = ["SharedMemory", "available_nbytes"]
 
@@ -37,12 +38,13 @@ class SharedMemory:
     __slots__ = ("address", "array", "fd", "nbytes")
 
     def __init__(self, nbytes: int, *, label: str = "kvxfer") -> None:
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer)) or nbytes < 1:
             raise MemoryArgumentError(
-                f"allocate({nbytes!r}): the size must be a whole number of bytes, at least 1.",
+                f"allocate({show(nbytes)}): the size must be a whole number of bytes, at least 1.",
                 remedy="Pass an int, such as 512 << 20 for 512 MiB.",
                 nbytes=nbytes,
             )
+        nbytes = int(nbytes)
         available = available_nbytes()
         if nbytes > available:
             raise AllocationError(
