@@ -11,14 +11,14 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvxfer.errors import VerbsLayoutError, VerbsLibraryError, VerbsLibraryOldError
+from kvxfer.errors import VerbsLibraryError, VerbsLibraryOldError
 from kvxfer.verbs.abi import ffi
 from kvxfer.verbs.enums import OPTIONAL_ACCESS
+from kvxfer.verbs.layout import QUERY_PORT_OFFSET, check_layout, check_platform, extended_member
 
 __all__ = ["CData", "FastCalls", "VerbsLibrary", "errno_name", "errno_of", "errno_text", "ffi", "load_library"]
 
@@ -70,13 +70,6 @@ OPTIONAL_SYMBOLS = {
 """Calls that a library may lack, and the rdma-core that brought them (debian/libibverbs1.symbols). Without them: no
 relaxed ordering, no device index, GIDs one by one with their types from sysfs, no GPU memory, fork status unknown."""
 
-ABI_COMPAT_OFFSETS = {"x86_64": 320, "aarch64": 328}
-"""Where ibv_context keeps `abi_compat`: behind a mutex, whose size is the platform's."""
-SIZE_OFFSET = -8
-QUERY_PORT_OFFSET = -320
-"""Members of verbs_context, which lies before ibv_context and grows away from it (container-of in verbs.h)."""
-CONTEXT_SIZES = range(600, 2001)
-"""Sizes of verbs_context that are believable: 648 in rdma-core 44, 696 in 65."""
 PORT_ATTR_NBYTES = 56
 
 
@@ -270,7 +263,7 @@ class LoadedLibrary:
     def ibv_query_port(self, context: CData, port: int, attributes: CData) -> int:
         # The exported symbol fills the first 48 bytes only, as in the first release.
         ffi.buffer(attributes, PORT_ATTR_NBYTES)[:] = bytes(PORT_ATTR_NBYTES)
-        extended = _extended(context, QUERY_PORT_OFFSET)
+        extended = extended_member(context, QUERY_PORT_OFFSET)
         if extended:
             call = ffi.cast("int (*)(struct ibv_context *, uint8_t, struct ibv_port_attr *, size_t)", extended)
             return int(call(context, port, attributes, PORT_ATTR_NBYTES))
@@ -296,26 +289,6 @@ class LoadedLibrary:
         return check_layout(context)
 
 
-def check_layout(context: CData) -> str:
-    """Look whether an open ibv_context is laid out as declared, without calling through it."""
-    if not _is_extended(context):
-        return "ibv_context.abi_compat is not all ones: a library before rdma-core 1, or another layout"
-    size = _word(context, SIZE_OFFSET)
-    if size not in CONTEXT_SIZES:
-        return f"verbs_context.sz is {size}, believable are {CONTEXT_SIZES[0]} to {CONTEXT_SIZES[-1]}"
-    for name in ("cmd_fd", "async_fd"):
-        try:
-            os.fstat(getattr(context, name))
-        except OSError:
-            return f"ibv_context.{name} is {getattr(context, name)}, which is no open file"
-    code = _executable_ranges()
-    for name in ("post_send", "post_recv", "poll_cq", "req_notify_cq"):
-        address = int(ffi.cast("uintptr_t", getattr(context.ops, name)))
-        if not any(start <= address < end for start, end in code):
-            return f"ibv_context.ops.{name} is {address:#x}, which is no code"
-    return ""
-
-
 def load_library(path: str | None = None) -> VerbsLibrary:
     """Open libibverbs and return its table; the same one for the same path.
 
@@ -325,15 +298,7 @@ def load_library(path: str | None = None) -> VerbsLibrary:
     VerbsLibraryOldError where it lacks calls that kvxfer needs, and VerbsLayoutError on a platform whose layout of the
     library kvxfer does not know.
     """
-    machine = platform.machine()
-    if machine not in ABI_COMPAT_OFFSETS:
-        known = " and ".join(ABI_COMPAT_OFFSETS)
-        raise VerbsLayoutError(
-            f"this machine is {machine or 'unknown'}; how libibverbs lies in memory kvxfer knows on {known}.",
-            remedy="Nothing to do: transports other than rdma go on.",
-            path=path or LIBRARY_NAME,
-            check="platform",
-        )
+    check_platform(path or LIBRARY_NAME)
     variable = os.environ.get(LIBRARY_VARIABLE)
     chosen = path or variable or LIBRARY_NAME
     origin = f" (from {LIBRARY_VARIABLE})" if path is None and variable else ""
@@ -397,35 +362,6 @@ def errno_name(number: int) -> str:
 def errno_text(number: int) -> str:
     """Return an error number for a message: EINVAL (Invalid argument)."""
     return f"{errno_name(number)} ({os.strerror(number)})"
-
-
-def _is_extended(context: CData) -> bool:
-    """Whether a verbs_context lies before the context; verbs.h marks that with all ones in `abi_compat`."""
-    offset = ABI_COMPAT_OFFSETS.get(platform.machine())
-    return offset is not None and _word(context, offset) == 2**64 - 1
-
-
-def _extended(context: CData, offset: int) -> int:
-    """Return the address that a member of verbs_context holds; 0 where the library is older than the member."""
-    if not _is_extended(context):
-        return 0
-    context_nbytes = ABI_COMPAT_OFFSETS[platform.machine()] + 8
-    return _word(context, offset) if _word(context, SIZE_OFFSET) >= context_nbytes - offset else 0
-
-
-def _word(context: CData, offset: int) -> int:
-    base = int(ffi.cast("uintptr_t", context))
-    return int(ffi.cast("uint64_t *", base + offset)[0])
-
-
-def _executable_ranges() -> list[tuple[int, int]]:
-    ranges = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, *_ = line.split()
-        if "x" in rights:
-            start, end = span.split("-")
-            ranges.append((int(start, 16), int(end, 16)))
-    return ranges
 
 
 def _file_name(path: str) -> str:

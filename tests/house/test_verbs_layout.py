@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.verbs import cdef, enums, library
+from kvxfer.verbs import cdef, enums, layout
 from kvxfer.verbs.abi import ffi
 from kvxfer.verbs.completion_queue import WC_DTYPE
 
@@ -70,12 +70,12 @@ def test_struct_is_as_measured(name: str, platform: str) -> None:
 def test_members_before_the_context_are_where_measured(platform: str) -> None:
     golden = GOLDEN[platform]
     architecture = platform.partition("/")[0]
-    abi_compat = library.ABI_COMPAT_OFFSETS[architecture]
+    abi_compat = layout.ABI_COMPAT_OFFSETS[architecture]
 
     assert golden["structs"]["ibv_context"]["fields"]["abi_compat"] == [abi_compat, 8]
     assert golden["verbs_context"]["query_port"] == {
-        "distance": library.QUERY_PORT_OFFSET,
-        "need_sz": abi_compat + 8 - library.QUERY_PORT_OFFSET,
+        "distance": layout.QUERY_PORT_OFFSET,
+        "need_sz": abi_compat + 8 - layout.QUERY_PORT_OFFSET,
     }
 
 

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.errors import VerbsLayoutError, VerbsLibraryError, VerbsLibraryOldError
-from kvxfer.verbs import library
-from kvxfer.verbs.library import check_layout, load_library
+from kvxfer.verbs import layout, library
+from kvxfer.verbs.layout import check_layout
+from kvxfer.verbs.library import load_library
 
 
 def test_missing_file_text_file_and_other_library_give_three_reasons(
@@ -103,8 +104,8 @@ class Memory:
     def __init__(self) -> None:
         self.block = library.ffi.new("char[]", 4096)
         self.context = library.ffi.cast("struct ibv_context *", self.block + 2048)
-        self.put(library.ABI_COMPAT_OFFSETS[platform.machine()], 2**64 - 1)
-        self.put(library.SIZE_OFFSET, 648)
+        self.put(layout.ABI_COMPAT_OFFSETS[platform.machine()], 2**64 - 1)
+        self.put(layout.SIZE_OFFSET, 648)
         self.context.cmd_fd = self.context.async_fd = 0
         code = int(library.ffi.cast("uintptr_t", ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value or 0))
         for name in ("post_send", "post_recv", "poll_cq", "req_notify_cq"):
@@ -125,8 +126,8 @@ def test_layout_as_declared_is_believed() -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda memory: memory.put(library.ABI_COMPAT_OFFSETS[platform.machine()], 7), "abi_compat is not all ones"),
-        (lambda memory: memory.put(library.SIZE_OFFSET, 64), "verbs_context.sz is 64, believable are 600 to 2000"),
+        (lambda memory: memory.put(layout.ABI_COMPAT_OFFSETS[platform.machine()], 7), "abi_compat is not all ones"),
+        (lambda memory: memory.put(layout.SIZE_OFFSET, 64), "verbs_context.sz is 64, believable are 600 to 2000"),
         (lambda memory: setattr(memory.context, "cmd_fd", 99999), "cmd_fd is 99999, which is no open file"),
         (lambda memory: setattr(memory.context, "async_fd", -1), "async_fd is -1, which is no open file"),
         (lambda memory: memory.point("post_send", 0), "ops.post_send is 0x0, which is no code"),
