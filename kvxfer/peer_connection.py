@@ -72,6 +72,9 @@ class PeerConnection:
         self._session: Session | None = None
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
+        self._failure: KvxferError | None = None
+        """Why the last attempt to connect failed, and when that began."""
+        self._failed_from = 0.0
         self._failed_transports: dict[str, TransportUnavailableError] = {}
         self._told: set[str] = set()
 
@@ -86,6 +89,7 @@ class PeerConnection:
         session = self._session
         if session is not None and session.error is None:
             return session
+        asked_at = time.monotonic()
         if not self._connecting.acquire(timeout=min(threading.TIMEOUT_MAX, max(0.0, deadline - time.monotonic()))):
             raise PeerUnreachableError(
                 f"{self.address} was not connected anew in time; another thread is still trying.",
@@ -95,7 +99,7 @@ class PeerConnection:
         try:
             self.transfers.raise_if_void()
             if self._session is None or self._session.error is not None:
-                self._connect(deadline)
+                self._connect_for_all(asked_at, deadline)
             assert self._session is not None
             return self._session
         finally:
@@ -159,6 +163,19 @@ class PeerConnection:
             session.abandon()
 
     # Connecting.
+
+    def _connect_for_all(self, asked_at: float, deadline: float) -> None:
+        """Connect, for all threads that wait for it: who asked before an attempt began has its failure too, instead of
+        trying for as long again. The caller holds `_connecting`."""
+        if self._failure is not None and self._failed_from >= asked_at:
+            raise self._failure.with_traceback(None)
+        began_at = time.monotonic()
+        try:
+            self._connect(deadline)
+        except KvxferError as error:
+            if deadline - began_at >= self._config.connect_timeout_s:  # it had all the time that others would have
+                self._failure, self._failed_from = error, began_at
+            raise
 
     def _connect(self, deadline: float) -> None:
         """Connect, and once more without a transport that was agreed on and then could not be established."""

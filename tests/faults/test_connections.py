@@ -407,6 +407,43 @@ def test_50_threads_that_open_a_dead_peer_all_get_the_same_error_and_work_once_i
             assert sessions(peer) == 1
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_16_threads_that_use_a_peer_that_has_died_share_the_attempts_to_reach_it(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tried in its turn for connect_timeout_s, so that the last waited 16 times as long."""
+    attempts, asked, errors = [], [], []
+    with (
+        Peer(transports=(transport,)) as peer,
+        TransferEngine(transports=(transport,), connect_timeout_s=0.2) as engine,
+    ):
+        segment = engine.open_segment(peer.address)
+        peer.kill()
+        wait_until(lambda: not segment.is_connected)
+
+        def connect_once_all_have_asked(*arguments: Any) -> socket.socket:
+            attempts.append(1)
+            wait_until(lambda: len(asked) == 16)
+            return connect(*arguments)
+
+        def use() -> None:
+            asked.append(1)
+            try:
+                segment.refresh()
+            except PeerUnreachableError as error:
+                errors.append(error)
+
+        monkeypatch.setattr("kvxfer.peer_connection.connect", connect_once_all_have_asked)
+        callers = [threading.Thread(target=use) for _ in range(16)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+
+    assert len(errors) == 16
+    assert len(attempts) < 8
+
+
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 
 
