@@ -9,6 +9,7 @@ Exit status: 0 done, 1 it did not work, 2 the command line is wrong, 130 interru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -33,6 +34,7 @@ STATUS_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Reads `sys.argv` by default."""
+    _open_missing_streams()
     try:
         return _run(argv)
     except KeyboardInterrupt:
@@ -46,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"kvxfer: {' '.join(filter(None, (error.message, remedy_of(error))))}", file=sys.stderr)
         return STATUS_USAGE if isinstance(error, UsageError) else STATUS_FAILED
+    except OSError as error:  # the output cannot be written: a full disk, a terminal that is gone
+        if os.environ.get("KVXFER_TRACEBACK") == "1":
+            raise
+        with contextlib.suppress(OSError):
+            print(f"kvxfer: {error.filename or 'the output'}: {error.strerror or error}.", file=sys.stderr)
+        _close_output()
+        return STATUS_FAILED
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -66,6 +75,18 @@ def _run(argv: Sequence[str] | None) -> int:
         raise
     sys.stdout.flush()  # a reader that has gone is noticed here, not by the interpreter on its way out
     return status
+
+
+def _open_missing_streams() -> None:
+    """Let what was closed for us (`>&-`) be /dev/null: else a socket would get the number of standard output."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _close_output() -> None:

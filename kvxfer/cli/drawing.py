@@ -5,6 +5,7 @@ Pure but for `save_plot`, which writes one file. matplotlib is optional and impo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import util
@@ -135,6 +136,8 @@ def check_plot_target(path: Path) -> None:
         raise UsageError(f"--plot {path}: the file must end in .png or .svg.", remedy=f"Try --plot {path}.svg.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.absolute().parent}.", remedy="Create it first.")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"--plot {path}: that cannot be written.", remedy="Give a file in a folder of yours.")
     if util.find_spec("matplotlib") is None:
         raise UnsupportedError(
             "--plot needs matplotlib, which is not installed.",
@@ -166,8 +169,15 @@ def save_plot(rows: Sequence[BenchRow], path: Path) -> None:
     axes.set_title("kvxfer: scattered blocks" + (f", peer {rows[0].peer}" if rows and rows[0].peer else ""))
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    figure.savefig(path)
-    plt.close(figure)
+    try:
+        figure.savefig(path)
+    except OSError as exc:
+        raise UnsupportedError(
+            f"--plot {path}: {exc.strerror or exc}.",
+            remedy="Give a place that can be written; the table has the figures.",
+        ) from exc
+    finally:
+        plt.close(figure)
 
 
 def _line_of(row: BenchRow, rows: Sequence[BenchRow]) -> tuple[str, str, int]:

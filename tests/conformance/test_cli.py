@@ -488,3 +488,87 @@ def test_colour_on_a_terminal_only_where_it_is_wanted(extra: dict[str, str], col
 
     assert process.wait(20) == 0
     assert (b"\x1b[" in text) is coloured
+
+
+BENCH_SMALL = [
+    "bench",
+    "--transport",
+    "shm,tcp",
+    "--sizes",
+    "4KiB,16KiB",
+    "--bytes-per-batch",
+    "256KiB",
+    "--rounds",
+    "2",
+]
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_plot_of_a_bench_has_a_line_for_each_transport_and_operation(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[plot]'")
+    file = tmp_path / f"speed.{suffix}"
+
+    done = run(*BENCH_SMALL, "--plot", str(file), MPLCONFIGDIR=str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert f"plot written to {file}" in done.stderr
+    if suffix == "png":
+        data = file.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert data.endswith(b"IEND\xaeB`\x82")
+        return
+    texts = set(re.findall("<!-- (.*?) -->", file.read_text()))  # matplotlib writes beside each text what it is
+    lines = {f"{transport} {operation}" for transport in ("shm", "tcp") for operation in ("write", "read")}
+    assert lines | {"memcpy of the same blocks", "4 KiB", "16 KiB", "block size", "GB/s (10^9 bytes)"} <= texts
+
+
+def test_plot_where_nothing_can_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install '.[plot]'")
+    full = tmp_path / "full.svg"
+    full.symlink_to("/dev/full")
+
+    done = run(*BENCH_SMALL, "--plot", str(full), MPLCONFIGDIR=str(tmp_path))
+
+    assert done.returncode == 1
+    assert "GB/s" in done.stdout, "what was measured is not lost"
+    assert done.stderr.splitlines()[-1].startswith(f"kvxfer: --plot {full}: No space left on device.")
+
+
+@pytest.mark.parametrize(
+    "words", [["doctor"], ["doctor", "--json"], ["devices", "--json"], ["shim-path"], ["demo", *SMALL]]
+)
+def test_full_disk_under_the_output_is_told_in_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*KVXFER, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=environment(),
+            check=False,
+        )
+
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", [["demo", *SMALL], ["shim-path"], ["bench", *BENCH_SMALL[1:]]])
+def test_closed_standard_streams_are_as_dev_null(words: list[str], closed: str) -> None:
+    """A socket got the number of standard output, and what was printed would have gone into it."""
+    line = f'"$@" {closed}'
+
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", *KVXFER, *words],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(),
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr

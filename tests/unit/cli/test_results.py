@@ -171,3 +171,10 @@ def test_plot_without_matplotlib_says_the_command(tmp_path: Path, monkeypatch: p
 def test_plot_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="--plot"):
         check_plot_target(tmp_path / name)
+
+
+def test_plot_that_is_a_folder_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    (tmp_path / "x.png").mkdir()
+
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_plot_target(tmp_path / "x.png")
