@@ -12,29 +12,28 @@ under it, so that no packet that is still on its way writes over what came later
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvxfer.errors import KvxferError, PostError
-from kvxfer.memory.slices import row_numbers
 from kvxfer.transports.base import Endpoint, PeerLink, Transfer, is_delivered
 from kvxfer.transports.rdma_connect import connect
 from kvxfer.transports.rdma_faults import fault_error, is_of_path
 from kvxfer.transports.rdma_lane import Lane, Work
 from kvxfer.transports.rdma_mender import Connect, Mender
-from kvxfer.transports.rdma_near import find_near, memory_nodes
+from kvxfer.transports.rdma_placement import Placement
 from kvxfer.transports.rdma_queue import Fault, SendQueue
-from kvxfer.transports.rdma_rail import Rail, usable_rails
-from kvxfer.transports.rdma_spread import SPREAD_NBYTES, Spreader
-from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
+from kvxfer.transports.rdma_rail import Rail
+from kvxfer.transports.rdma_spread import Spreader
+from kvxfer.transports.rdma_waiters import Waiters
+from kvxfer.types import Opcode, RegionDescriptor
 from kvxfer.verbs.enums import CompletionStatus
 
 if TYPE_CHECKING:
@@ -44,10 +43,9 @@ __all__ = ["RdmaEndpoint"]
 
 FAULTS_MAX = 3
 """How often a batch goes on after its connection broke; then it fails with what broke it first."""
-MORE_S = 1.0
-"""How long a large batch that could begin waits for the rails that are not connected yet."""
 STOP_S = 0.5
 """How long broken connections may take to give their requests back before they are destroyed as they are."""
+DRAIN_TICK_S = 0.0002
 HANG_UP_S = 1.0
 """How long the end of a failed batch waits for a peer that does not say that it has dropped its end."""
 TICK_S = 0.05
@@ -66,7 +64,6 @@ class RdmaEndpoint(Endpoint):
         self._link = link
         self._config = config
         self._changed = threading.Condition(threading.Lock())
-        self._has_far_rails = len({rail.numa_nodes for rail in self._rails}) > 1
         self._spreader = Spreader(link.label)
         self._mender = Mender(
             self._rails,
@@ -74,16 +71,13 @@ class RdmaEndpoint(Endpoint):
             config,
             self._changed,
             connect=connect,
-            is_needed=lambda: bool(self._orphans),
+            is_needed=lambda: bool(self._placement.orphans),
             on_connected=self._take_into_use,
         )
-        self._orphans: list[Lane] = []
-        """Lanes that have no rail, until one can be had."""
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._has_sleeper = False
-        self._follower_count = 0
+        self._placement = Placement(self._rails, self._spreader, self._mender)
+        self._draining: list[list[Lane]] = []
+        """The lanes of each queue that was stopped and may still touch memory."""
+        self._waiters = Waiters(self._changed)
         self._spin_until = 0.0
         self._closed: KvxferError | None = None
 
@@ -101,7 +95,7 @@ class RdmaEndpoint(Endpoint):
             for rail in rails:
                 rail.order = len(self._rails)
                 self._rails.append(rail)
-            self._has_far_rails = len({rail.numa_nodes for rail in self._rails}) > 1
+            self._placement.note_rails()
 
     def unreachable(self, region: RegionDescriptor) -> str | None:
         if "nics" in region.keys.get("rdma", {}):
@@ -113,7 +107,7 @@ class RdmaEndpoint(Endpoint):
     def post(self, transfer: Transfer) -> None:
         with self._changed:
             if self._closed is None:
-                self._begin(transfer)
+                self._placement.begin(transfer)
                 self._pump()
 
     def progress(self, transfer: Transfer, until: float) -> None:
@@ -128,10 +122,10 @@ class RdmaEndpoint(Endpoint):
 
     def waits_for(self, transfer: Transfer) -> tuple[int, int] | None:
         with self._changed:
-            if self._closed is not None or self._has_sleeper:
+            if self._closed is not None or self._waiters.has_sleeper:
                 return None
             self._arm()
-            return None if self._pump() else (self._epoll.fileno(), select.POLLIN)
+            return None if self._pump() else (self._waiters.fileno(), select.POLLIN)
 
     def abort(self, transfer: Transfer, deadline: float) -> None:
         work: Work | None = transfer.work
@@ -148,7 +142,7 @@ class RdmaEndpoint(Endpoint):
 
     def abandon(self, error: KvxferError) -> None:
         self._closed = error
-        self._close_descriptors()
+        self._waiters.abandon()
 
     def close(self, error: KvxferError) -> None:
         with self._changed:
@@ -159,12 +153,9 @@ class RdmaEndpoint(Endpoint):
             deadline = time.monotonic() + STOP_S
             for rail in self._rails:
                 self._break(rail, deadline)
-            self._orphans.clear()
-            self._changed.notify_all()
-            if self._has_sleeper:
-                os.eventfd_write(self._wake_fd, 1)  # and closes it then: not while it sleeps there
-            else:
-                self._close_descriptors()
+            self._changed.wait_for(lambda: not self._draining)  # what a waiter was stopping meanwhile
+            self._placement.orphans.clear()
+            self._waiters.close()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether, after `close`, nothing of this endpoint touches a device any more."""
@@ -179,7 +170,7 @@ class RdmaEndpoint(Endpoint):
                 if self._closed is not None:
                     raise self._closed
                 if transfer.work is None:
-                    self._begin(transfer)
+                    self._placement.begin(transfer)
                 moved = self._pump()
                 if transfer.work.error is not None:
                     raise transfer.work.error
@@ -207,42 +198,24 @@ class RdmaEndpoint(Endpoint):
 
     def _sleep(self, timeout_s: float) -> None:
         """Wait for a completion, or for the one waiter who does."""
-        if self._has_sleeper:
-            self._follower_count += 1
-            try:
-                self._changed.wait(timeout_s)
-            finally:
-                self._follower_count -= 1
+        if self._waiters.has_sleeper:
+            self._waiters.follow(timeout_s)
             return
         self._arm()
-        if self._pump():
-            return
-        self._has_sleeper = True
-        self._changed.release()
-        try:
-            self._epoll.poll(timeout_s)
-        finally:
-            self._changed.acquire()
-            self._has_sleeper = False
-            self._changed.notify_all()
-            if self._closed is not None:
-                self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
-        self._epoll.close()
-        os.close(self._wake_fd)
+        if not self._pump():
+            self._waiters.sleep(timeout_s)
 
     def _arm(self) -> None:
-        """Have the epoll become readable at the next completion of any rail, or when there is another rail."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        """Have who sleeps be woken at the next completion of any rail, or when there is another rail."""
+        self._waiters.forget_wakes()
         for rail in self._rails:
             if rail.queue is not None:
                 rail.queue.arm()
 
     def _pump(self) -> bool:
-        """Take what has completed, post what there is room for; whether anything was done."""
-        moved = self._place_orphans() if self._orphans else False
+        """Take what has completed, post what there is room for; whether anything was done. Where a queue is broken the
+        lock is given up in between."""
+        moved = self._placement.place_orphans()
         for rail in self._rails:
             queue = rail.queue
             if queue is None:
@@ -256,7 +229,7 @@ class RdmaEndpoint(Endpoint):
             if queue.fault is not None:
                 self._handle_fault(rail, queue.fault)
                 moved = True
-        if moved and self._follower_count:
+        if moved and self._waiters.follower_count:
             self._changed.notify_all()
         return moved
 
@@ -283,64 +256,9 @@ class RdmaEndpoint(Endpoint):
                 waiting.rotate(-1)  # the next window is another batch's
         return moved
 
-    def _begin(self, transfer: Transfer) -> None:
-        """Make lanes of the batch and have them wait in their rails; raises what is wrong with it."""
-        work = transfer.work = Work()
-        columns = (*transfer.columns, row_numbers(len(transfer.columns[0])))
-        rails = self._rails_for(transfer, transfer.nbytes_total)
-        if rails:
-            self._place(transfer, rails, columns)
-            return
-        lane = Lane(transfer, None, *columns[:3], 0, 0, columns[3])
-        work.lanes.append(lane)
-        self._orphans.append(lane)
-        self._mender.start()
-
-    def _rails_for(self, transfer: Transfer, nbytes: int) -> list[Rail]:
-        """Return the rails that so many bytes should go over now; none where there is none, or there soon are more."""
-        rails = usable_rails(self._rails)
-        if rails and nbytes >= SPREAD_NBYTES and self._mender.connect_more():
-            return rails if time.monotonic() - transfer.work.begun >= MORE_S else []
-        if rails and self._has_far_rails and self._lacks_near(transfer):
-            self._mender.connect_more()  # for the next one: a small batch waits for no rail
-        return rails
-
-    def _lacks_near(self, transfer: Transfer) -> bool:
-        """Whether none of the rails that are nearest to the batch's memory is connected."""
-        main = [rail for rail in self._rails if not rail.is_spare]
-        return not any(rail.is_connected for rail in find_near(main, *memory_nodes(transfer), nbytes=0))
-
-    def _place(self, transfer: Transfer, rails: list[Rail], columns: tuple[AddressColumn, ...]) -> None:
-        for lane in self._spreader.spread(transfer, rails, *columns):
-            transfer.work.lanes.append(lane)
-            assert lane.rail is not None
-            lane.rail.waiting.append(lane)
-
-    def _place_orphans(self) -> bool:
-        """Give lanes that have no rail one, as far as there is any; whether there was."""
-        orphans, self._orphans = self._orphans, []
-        for lane in orphans:
-            work: Work = lane.transfer.work
-            rails = self._rails_for(lane.transfer, lane.nbytes_left)
-            if not rails:
-                self._orphans.append(lane)
-                continue
-            work.lost_at = 0.0
-            left = slice(lane.done, lane.count)
-            try:
-                self._place(
-                    lane.transfer, rails, (lane.local[left], lane.remote[left], lane.nbytes[left], lane.rows[left])
-                )
-                work.lanes.remove(lane)
-            except KvxferError as error:
-                work.error = error
-        if self._orphans:
-            self._mender.start()
-        return len(self._orphans) < len(orphans)
-
     def _check_patience(self, work: Work, now: float) -> None:
         """Raise why there is no connection for a batch, once it has been without for too long."""
-        if any(rail.is_connected for rail in self._rails) or not self._orphans:
+        if any(rail.is_connected for rail in self._rails) or not self._placement.orphans:
             work.lost_at = 0.0
         elif not work.lost_at:
             work.lost_at = now
@@ -375,15 +293,19 @@ class RdmaEndpoint(Endpoint):
     def _take_into_use(self, rail: Rail, queue: SendQueue) -> None:
         """There is a new connection."""
         rail.queue = queue
-        self._epoll.register(queue.channel.fd, select.EPOLLIN)
-        os.eventfd_write(self._wake_fd, 1)
+        self._waiters.watch(queue)
 
     def _handle_fault(self, rail: Rail, fault: Fault) -> None:
         """A queue is broken: the batch at fault fails, the others are orphans until they have a rail again."""
         error = fault_error(fault, rail, self._link.label)
         is_path = is_of_path(fault.status)
         rail.note_failure(error, is_of_path=is_path)
-        lanes = self._break(rail, time.monotonic() + STOP_S)
+        self._break(rail, time.monotonic() + STOP_S, lambda lanes: self._blame(lanes, fault, error, is_path=is_path))
+        if self._placement.orphans or self._mender.undropped:
+            self._mender.start()
+
+    def _blame(self, lanes: list[Lane], fault: Fault, error: KvxferError, *, is_path: bool) -> None:
+        """Count a fault for each batch that had something on the queue; the one whose fault it was fails."""
         touched = [lane for lane in lanes if lane.posted > lane.done or lane is fault.lane]
         for transfer in dict.fromkeys(lane.transfer for lane in touched):
             work: Work = transfer.work
@@ -395,26 +317,51 @@ class RdmaEndpoint(Endpoint):
             elif work.faults > FAULTS_MAX:
                 work.error = work.first_error
                 work.error.note(tries=work.faults)
-        self._orphans += [lane for lane in lanes if lane.transfer.work.error is None]
-        if self._orphans or self._mender.undropped:
-            self._mender.start()
-        self._changed.notify_all()
 
-    def _break(self, rail: Rail, deadline: float) -> list[Lane]:
-        """Stop a rail's queue and destroy it; return the lanes that are not done, as far as they are."""
+    def _break(self, rail: Rail, deadline: float, judge: Callable[[list[Lane]], None] = lambda lanes: None) -> None:
+        """Stop a rail's queue and destroy it; what is not done on it and may go on is orphaned.
+
+        The lock is given up while the device gives requests back, which may take until `deadline`: batches on other
+        rails go on. judge: gets the lanes that were on the queue, before anybody else sees how far they are.
+        """
         queue, rail.queue = rail.queue, None
-        lanes = {id(lane): lane for lane in rail.waiting}
-        rail.waiting = deque()
-        if queue is not None:
-            self._mender.undropped.add(rail.number)
-            for lane in queue.lanes():
-                lanes[id(lane)] = lane
-                lane.transfer.work.broken.add(rail.number)
-            queue.stop(deadline)
-            with contextlib.suppress(OSError, ValueError):  # a forked child may hold a copy of the descriptor
-                self._epoll.unregister(queue.channel.fd)
+        waiting, rail.waiting = rail.waiting, deque()
+        if queue is None:
+            self._placement.orphan(waiting)
+            return
+        lanes = queue.lanes()
+        at_fault = queue.fault and queue.fault.lane  # it may have been refused before anything of it was posted
+        lanes += [lane for lane in waiting if lane is at_fault and lane not in lanes]
+        self._placement.orphan(lane for lane in waiting if lane not in lanes)
+        self._mender.undropped.add(rail.number)
+        for lane in lanes:
+            lane.transfer.work.broken.add(rail.number)
+        self._waiters.unwatch(queue)
+        self._draining.append(lanes)
+        try:
+            self._drain(queue, deadline)
+        finally:
+            self._draining.remove(lanes)
+            left = [lane for lane in lanes if lane.done < lane.count]
+            judge(left)
+            self._placement.orphan(left)
+            self._changed.notify_all()
+
+    def _drain(self, queue: SendQueue, deadline: float) -> None:
+        """Have the device give everything back, destroy the queue. The lock is held only to count what is done."""
+        self._changed.release()
+        try:
+            queue.stop()
+            while True:
+                with self._changed:
+                    if queue.drain():
+                        break
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(DRAIN_TICK_S)
+        finally:
             queue.close()
-        return [lane for lane in lanes.values() if lane.done < lane.count]
+            self._changed.acquire()
 
     def _give_up(self, transfer: Transfer, deadline: float) -> None:
         """Take a batch off the rails for good; takes `_changed`. When this returns nothing writes on its account."""
@@ -422,11 +369,11 @@ class RdmaEndpoint(Endpoint):
         if work is None:
             return
         with self._changed:
+            self._placement.withdraw(transfer)
             for rail in self._rails:
-                if rail.queue is not None and any(lane.transfer is transfer for lane in rail.queue.lanes()):
-                    self._orphans += self._break(rail, time.monotonic() + STOP_S)
-                rail.waiting = deque(lane for lane in rail.waiting if lane.transfer is not transfer)
-            self._orphans = [lane for lane in self._orphans if lane.transfer is not transfer]
+                if rail.queue is not None and _has_lane(rail.queue.lanes(), transfer):
+                    self._break(rail, time.monotonic() + STOP_S)
+            self._changed.wait_for(lambda: not any(_has_lane(lanes, transfer) for lanes in self._draining))
             left = [lane.rows[lane.done :] for lane in work.lanes]
             transfer.slices_left = np.unique(np.concatenate(left)) if left else np.zeros(0, np.int64)
             work.lanes.clear()
@@ -435,5 +382,9 @@ class RdmaEndpoint(Endpoint):
         for number in stale:
             self._mender.hang_up(number, deadline)
         with self._changed:
-            if self._orphans or self._mender.undropped:
+            if self._placement.orphans or self._mender.undropped:
                 self._mender.start()
+
+
+def _has_lane(lanes: Iterable[Lane], transfer: Transfer) -> bool:
+    return any(lane.transfer is transfer for lane in lanes)

@@ -23,7 +23,7 @@ __all__ = ["Lane", "Work"]
 class Work:
     """How far one batch is: its lanes, what broke under it, and its notification."""
 
-    __slots__ = ("begun", "broken", "delivery", "error", "faults", "first_error", "lanes", "lost_at")
+    __slots__ = ("begun", "broken", "delivery", "error", "faults", "first_error", "is_given_up", "lanes", "lost_at")
 
     def __init__(self) -> None:
         self.begun = time.monotonic()
@@ -36,6 +36,8 @@ class Work:
         self.lost_at = 0.0
         """Since when it has no connection; 0.0 while it has."""
         self.delivery: Delivery | None = None
+        self.is_given_up = False
+        """Whether nothing of it may be posted any more."""
 
 
 class Lane:

@@ -31,7 +31,6 @@ __all__ = ["Fault", "SendQueue", "close_all"]
 
 SIGNAL_EVERY_MAX = 64
 """UCX's value: a completion costs about as much as posting a request, and slots come back by completions only."""
-DRAIN_TICK_S = 0.0002
 _WORK = {Opcode.WRITE: WorkOpcode.RDMA_WRITE, Opcode.READ: WorkOpcode.RDMA_READ}
 
 log = get_logger(__name__)
@@ -206,23 +205,28 @@ class SendQueue:
         at = 0 if lane is None else lane.posted
         self.fault = self.fault or Fault(CompletionStatus.FATAL_ERR, 0, lane, at, cause=error.message)
 
-    def stop(self, deadline: float) -> bool:
-        """Move the queue pair to ERR and wait until every request has come back; whether they have.
-
-        After that the device touches no memory for any of them. What was done before is counted as done.
-        """
+    def stop(self) -> None:
+        """Move the queue pair to ERR: every request comes back. Nobody else may use the queue any more; needs no lock,
+        and takes as long as the device likes."""
         if self.fault is None:
             self.fault = Fault(CompletionStatus.WR_FLUSH_ERR, 0)
         try:
             if self.queue_pair.state is not QueuePairState.ERR:
                 self.queue_pair.to_error()
+        except VerbsError:
+            self._seen = self._posted  # the device is gone; destroying the queue pair ends what it was doing
+
+    def drain(self) -> bool:
+        """After `stop`, take what has come back; whether that is every request, or nothing more will come.
+
+        From then on the device touches no memory for any of them. What was done before is counted as done.
+        """
+        try:
             while self._seen < self._posted:
                 if not self._take(self._completions.poll()):
-                    if time.monotonic() >= deadline:
-                        return False
-                    time.sleep(DRAIN_TICK_S)
+                    return False
         except VerbsError:
-            return False  # the device is gone; destroying the queue pair ends what it was doing
+            pass  # as in `stop`
         return True
 
     def close(self) -> None:

@@ -365,7 +365,7 @@ def test_a_waiter_is_told_when_another_takes_its_completion(held: FakeHosts, mon
     monkeypatch.setattr("kvxfer.transports.rdma_endpoint.TICK_S", 5.0)
     pair = open_pair(held)
     waiting = [wait_in_thread(submit(pair, offset, 64)) for offset in (0, 64)]
-    until(lambda: endpoint(pair)._has_sleeper and endpoint(pair)._follower_count == 1)
+    until(lambda: endpoint(pair)._waiters.has_sleeper and endpoint(pair)._waiters.follower_count == 1)
 
     held.fabric.run()
 
@@ -381,9 +381,9 @@ def test_a_waiter_is_told_by_one_who_never_sleeps(held: FakeHosts, monkeypatch: 
     pair = open_pair(held, spin_s=0.01, rdma_send_depth=8)  # a completion for each fourth request
     long = submit(pair, 0, 16, count=1500)
     spinning = wait_in_thread(long)
-    until(lambda: endpoint(pair)._has_sleeper)
+    until(lambda: endpoint(pair)._waiters.has_sleeper)
     waiting = wait_in_thread(submit(pair, 60_000, 64))
-    until(lambda: endpoint(pair)._follower_count == 1)
+    until(lambda: endpoint(pair)._waiters.follower_count == 1)
 
     end = time.monotonic() + 2.0
     while waiting[0].is_alive() and time.monotonic() < end:
@@ -786,7 +786,7 @@ def test_a_stopped_batch_does_not_disturb_who_sleeps(held: FakeHosts) -> None:
     pair = open_pair(held)
     sleeping, other = submit(pair, 0, 64), submit(pair, 128, 64)
     thread, caught = wait_in_thread(sleeping)
-    until(lambda: endpoint(pair)._has_sleeper)
+    until(lambda: endpoint(pair)._waiters.has_sleeper)
 
     other.cancel()
     held.fabric.delivery = "poll"
@@ -889,7 +889,7 @@ def test_what_one_sleeps_on_is_not_closed_under_it(held: FakeHosts) -> None:
     for _ in range(4):
         pair.open()
         thread, caught = wait_in_thread(submit(pair))
-        until(lambda: endpoint(pair)._has_sleeper)
+        until(lambda: endpoint(pair)._waiters.has_sleeper)
 
         pair.segment.close()
 

@@ -16,9 +16,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvxfer import TransferBatch
-from kvxfer.errors import CompletionError, KvxferError, TransportUnavailableError
+from kvxfer.errors import CompletionError, KvxferError, TransferCancelledError, TransportUnavailableError
 from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.transports.rdma_nic import Nic
+from kvxfer.transports.rdma_queue import SendQueue
 from kvxfer.transports.rdma_service import RdmaService
 from kvxfer.verbs.enums import CompletionStatus, EventType, PortState
 from kvxfer.verbs.routes import Route
@@ -289,6 +290,91 @@ def test_small_batches_need_one_rail_and_take_turns_where_there_are_more(hosts: 
     assert {nic: sent(pair)[nic] - before[nic] for nic in before} == {"mlx_0:1": 320, "mlx_1:1": 320}
 
 
+def test_many_small_batches_at_once_have_the_other_rails_connected(tmp_path: Path) -> None:
+    with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
+        pair = open_pair(made, nbytes=32 * 65536)
+        rows = [row * 65536 for row in range(32)]
+        small = [
+            pair.a.submit_write(pair.segment, pair.local.address + row, pair.remote.address + row, 65536)
+            for row in rows[:8]
+        ]
+        assert len(pair.connected) == 1
+
+        small += [
+            pair.a.submit_write(pair.segment, pair.local.address + row, pair.remote.address + row, 65536)
+            for row in rows[8:]
+        ]
+
+        until(lambda: len(pair.connected) == 2)
+        made.fabric.delivery = "post"
+        made.fabric.run()
+        pair.a.wait_all(small)
+
+
+def test_a_rail_that_is_being_stopped_holds_no_batch_up_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_draining, may_end = threading.Event(), threading.Event()
+    drain = SendQueue.drain
+
+    def slow_drain(queue: SendQueue) -> bool:
+        is_draining.set()
+        return may_end.is_set() and drain(queue)
+
+    with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
+        pair = open_pair(made)
+        made.fabric.delivery = "post"
+        pair.write(65536)  # both rails are connected
+        made.fabric.delivery = "manual"
+        at = pair.local.address, pair.remote.address
+        stopped, other = (pair.a.submit_write(pair.segment, *at, 4096) for _ in range(2))  # they take turns
+        monkeypatch.setattr(SendQueue, "drain", slow_drain)
+        monkeypatch.setattr("kvxfer.transports.rdma_endpoint.STOP_S", 30.0)
+        canceller = threading.Thread(target=stopped.cancel)
+        canceller.start()
+        is_draining.wait(2.0)
+
+        made.fabric.delivery = "post"
+        made.fabric.run()
+        other.wait(timeout_s=2.0)
+
+        assert canceller.is_alive()
+        assert not stopped.is_done
+        may_end.set()
+        canceller.join(2.0)
+        assert isinstance(stopped.exception, TransferCancelledError)
+
+
+def test_a_batch_on_a_queue_that_another_is_stopping_does_not_end_before_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_draining, may_end = threading.Event(), threading.Event()
+    drain = SendQueue.drain
+
+    def slow_drain(queue: SendQueue) -> bool:
+        is_draining.set()
+        return may_end.is_set() and drain(queue)
+
+    with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
+        pair = open_pair(made, 1)
+        at = pair.local.address, pair.remote.address
+        batches = [pair.a.submit_write(pair.segment, *at, 4096) for _ in range(2)]
+        monkeypatch.setattr(SendQueue, "drain", slow_drain)
+        monkeypatch.setattr("kvxfer.transports.rdma_endpoint.STOP_S", 30.0)
+        cancellers = [threading.Thread(target=batch.cancel) for batch in batches]
+        cancellers[0].start()
+        is_draining.wait(2.0)
+        cancellers[1].start()
+        cancellers[1].join(0.05)
+
+        assert not any(batch.is_done for batch in batches)
+
+        may_end.set()
+        for canceller in cancellers:
+            canceller.join(2.0)
+        assert all(isinstance(batch.exception, TransferCancelledError) for batch in batches)
+
+
 def test_a_faster_rail_gets_more(hosts: FakeHosts) -> None:
     pair = open_pair(hosts)
     pair.write(65536)
@@ -320,7 +406,7 @@ def test_a_rail_more_that_does_not_come_does_not_hold_a_batch_up(
     hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is waited for a while, and then no more; and its late reply leaves nothing behind."""
-    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.MORE_S", 0.05)
+    monkeypatch.setattr("kvxfer.transports.rdma_placement.MORE_S", 0.05)
     monkeypatch.setattr("kvxfer.transports.rdma_mender.MORE_S", 0.1)
     pair = open_pair(hosts)
     go_on = threading.Event()
