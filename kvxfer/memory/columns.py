@@ -113,6 +113,8 @@ def _as_column(name: str, value: Any) -> AddressColumn:
         _refuse_kind(name, f"a {type(value).__name__}")
     elif isinstance(value, range):
         column = _from_sequence(name, value)
+    elif hasattr(value, "address"):  # a Region, which numpy would take for the bytes in it
+        _refuse_kind(name, f"of a {type(value).__name__}")
     else:
         column = np.asarray(value)
     if column.shape == (0,):
@@ -189,9 +191,12 @@ def _refuse_value(name: str, row: int, value: int, reason: str) -> NoReturn:
 
 
 def _refuse_kind(name: str, reason: str, **values: Any) -> NoReturn:
+    is_region = "Region" in reason  # a Region or a RegionDescriptor, for the address where it begins
     raise UsageError(
         f"{name} is not a column of integers: it is one {reason}.",
-        remedy="Pass an int, a flat sequence of ints or a one-dimensional integer array.",
+        remedy="Pass region.address, or region.address + offsets."
+        if is_region
+        else "Pass an int, a flat sequence of ints or a one-dimensional integer array.",
         argument=name,
         **values,
     )

@@ -14,10 +14,14 @@ from typing import Any, TypeVar
 
 from kvxfer import errors
 from kvxfer.log import get_logger
+from kvxfer.text import clean
 
 __all__ = ["Answer", "Code", "answer", "code_of", "last_error", "report"]
 
 Answer = TypeVar("Answer")
+TEXT_LENGTH_MAX = 4000
+"""Of a message in the log: names that callers give may have any length."""
+
 log = get_logger(__name__)
 _of_thread = threading.local()
 
@@ -90,7 +94,8 @@ def report(call: str, error: Exception) -> Code:
     if isinstance(error, errors.KvxferError):
         _forget_frames(error)
         if not error.values.get("is_told"):
-            log.warning("mooncake.call_failed", call=call, code=int(code), kind=type(error).__name__, error=str(error))
+            text = clean(str(error), TEXT_LENGTH_MAX)
+            log.warning("mooncake.call_failed", call=call, code=int(code), kind=type(error).__name__, error=text)
     else:
         log.error("mooncake.call_broke", call=call, code=int(code), error=repr(error), trace=traceback.format_exc())
     return code

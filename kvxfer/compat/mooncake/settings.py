@@ -79,7 +79,14 @@ def queue_pair_count(environment: Mapping[str, str]) -> int:
 def listen_ports(environment: Mapping[str, str]) -> list[int]:
     """Return the ports to try, in random order: processes that start at the same time begin at different ones."""
     low = read_number(environment, ("MC_MIN_RPC_PORT", "MC_MIN_PRC_PORT"), PORT_RANGE[0], 1, 65535)
-    high = read_number(environment, ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT"), max(low, PORT_RANGE[1]), low, 65535)
+    high = read_number(environment, ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT"), max(low, PORT_RANGE[1]), 1, 65535)
+    if high < low:
+        raise ConfigError(
+            f"the ports to listen on end, at {high}, before they begin, at {low}.",
+            remedy=f"Set MC_MIN_RPC_PORT ({PORT_RANGE[0]} if not set) to at most MC_MAX_RPC_PORT.",
+            low=low,
+            high=high,
+        )
     return random.sample(range(low, high + 1), min(PORT_TRIES, high + 1 - low))
 
 
@@ -218,10 +225,15 @@ def _listen(settings: dict[str, Any], wish: Wish, environment: Mapping[str, str]
         port = wish.port or read_number(environment, ("MC_HANDSHAKE_PORT",), HANDSHAKE_PORT, 1, 65535)
         return TransferEngine(**settings, port=port)
     ports = listen_ports(environment)
-    for port in ports[:-1]:
+    for port in ports:
         try:
             return TransferEngine(**settings, port=port)
         except ConfigError as error:
             if error.values.get("errno") != errno.EADDRINUSE:
                 raise
-    return TransferEngine(**settings, port=ports[-1])
+            last = error
+    raise ConfigError(
+        f"none of the {len(ports)} ports that were tried, from {min(ports)} to {max(ports)}, is free.",
+        remedy="Widen the range (MC_MIN_RPC_PORT, MC_MAX_RPC_PORT), or end what listens there (ss -ltnp).",
+        errno=errno.EADDRINUSE,
+    ) from last

@@ -32,6 +32,7 @@ from kvxfer.compat.mooncake.tickets import Senders
 from kvxfer.log import get_logger
 from kvxfer.mooncake.peer import MooncakePeer
 from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
+from kvxfer.text import clean, show
 
 if TYPE_CHECKING:
     from kvxfer.mooncake.directory import Directory
@@ -181,7 +182,7 @@ def check_name(at: HostPort, deadline: float) -> None:
         found.result(max(0.001, deadline - time.monotonic()))
     except (OSError, UnicodeError, FutureTimeoutError) as exc:
         raise PeerUnreachableError(
-            f"the host name {at.host!r} does not resolve: {str(exc) or 'no answer in time'}.",
+            f"the host name {show(at.host)} does not resolve: {clean(str(exc)) or 'no answer in time'}.",
             remedy="Check the spelling, /etc/hosts and DNS, or use the IP address.",
             peer=format_host_port(at.host, at.port),
             mooncake_code=Code.DNS,

@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvxfer import EngineConfig, KvxferError
+from kvxfer import ConfigError, EngineConfig, KvxferError
+from kvxfer.text import show
 from kvxfer.transports.rdma_nic import open_nics
 
 __all__ = ["NO_TOPOLOGY", "build_matrix", "local_topology", "numa_nodes"]
@@ -18,13 +19,24 @@ NO_TOPOLOGY = '{"cpu:0": [[], []]}\n'
 
 
 def local_topology(config: EngineConfig, environment: Mapping[str, str], root: Path = Path("/")) -> str:
-    """Return the JSON text. MC_CUSTOM_TOPO_JSON names a file that is returned instead; raises OSError without it.
+    """Return the JSON text. MC_CUSTOM_TOPO_JSON names a file that is returned instead; raises ConfigError where it
+    cannot be read, or is no JSON.
 
     The devices are opened for it and closed again. None can be used: every list is empty.
     """
     custom = environment.get("MC_CUSTOM_TOPO_JSON")
     if custom:
-        return Path(custom).read_text()
+        try:
+            text = Path(custom).read_text()
+            json.loads(text)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(
+                f"MC_CUSTOM_TOPO_JSON names {show(custom)}, which cannot be used: {exc}.",
+                remedy='Put a file there such as {"cpu:0": [["mlx5_0"], []]}, or unset the variable.',
+                variable="MC_CUSTOM_TOPO_JSON",
+                value=custom,
+            ) from exc
+        return text
     matrix = build_matrix(_find_devices(config), numa_nodes(root))
     return json.dumps(matrix, indent="\t") + "\n"
 

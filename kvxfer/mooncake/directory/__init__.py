@@ -14,6 +14,7 @@ from kvxfer.addresses import HostPort, parse_host_port
 from kvxfer.errors import ConfigError
 from kvxfer.mooncake.directory.server import KEEP_INTERVAL_S, Ask, ServerDirectory, Store
 from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
+from kvxfer.text import show
 
 __all__ = ["Directory", "PeerDirectory", "open_directory"]
 
@@ -70,8 +71,9 @@ def open_directory(
     if not separator:
         scheme = "etcd"
     if not server or scheme not in SCHEMES:
+        what = f"{show(server)} is not a metadata server: the scheme {show(scheme)} is not known."
         raise ConfigError(
-            f"{server!r} is not a metadata server: the scheme {scheme!r} is not known.",
+            what if server else "the metadata server is an empty string.",
             remedy=f"Use {P2P} (no server at all), or http://HOST:PORT/metadata, redis://HOST:PORT, etcd://HOST:PORT.",
             setting="metadata_server",
             value=server,
