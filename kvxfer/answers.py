@@ -18,7 +18,7 @@ from kvxfer.text import format_seconds
 if TYPE_CHECKING:
     from kvxfer.session import Session
 
-__all__ = ["ANSWERS", "Pending", "join_number", "split_number"]
+__all__ = ["ANSWERS", "Notice", "Pending", "join_number", "split_number"]
 
 ANSWERS = frozenset(
     {FrameKind.REGIONS, FrameKind.NOTIFY_ACK, FrameKind.ABORTED, FrameKind.REVOKED, FrameKind.CONNECTED}
@@ -74,9 +74,36 @@ class Pending:
         """The answer does not matter any more, and the question must not take effect if it is still unread."""
         if not self._event.is_set():
             self._session.forget(self._key)
-            self._session.reset(
-                TransferTimeoutError(f"a notification to {self._session.label} was given up.", peer=self._session.label)
-            )
+            self._session.reset(_given_up(self._session.label))
+
+
+class Notice:
+    """A notification to a peer, which the first `wait` sends: so who is interrupted while it is being sent has it
+    already, and can take it back."""
+
+    def __init__(self, session: Session, payload: bytes) -> None:
+        self._session = session
+        self._payload = payload
+        self._is_begun = False
+        self._pending: Pending | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Send it, unless that was done; whether the peer has it within the time. Raises what keeps it from coming."""
+        if self._pending is None:
+            self._is_begun = True
+            self._pending = self._session.ask(FrameKind.NOTIFY, FrameKind.NOTIFY_ACK, self._payload)
+        return self._pending.wait(timeout_s)
+
+    def abandon(self) -> None:
+        """Make sure that the peer does not take it any more."""
+        if self._pending is not None:
+            self._pending.abandon()
+        elif self._is_begun:  # nobody knows how far it has come
+            self._session.reset(_given_up(self._session.label))
+
+
+def _given_up(label: str) -> TransferTimeoutError:
+    return TransferTimeoutError(f"a notification to {label} was given up.", peer=label)
 
 
 def split_number(frame: Frame) -> tuple[int, Any]:

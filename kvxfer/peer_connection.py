@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import HostPort
-from kvxfer.answers import Pending, split_number
+from kvxfer.answers import Notice, split_number
 from kvxfer.config import TRANSPORT_NAMES
 from kvxfer.control import connect, dial_data
 from kvxfer.errors import (
@@ -402,8 +402,8 @@ class PeerConnection:
         answer: Mapping[str, Any] = pending.result(timeout_s, f"the request for a connection over {transport}")
         return answer
 
-    def _deliver(self, payload: bytes) -> Pending:
-        return self._known_session().ask(FrameKind.NOTIFY, FrameKind.NOTIFY_ACK, payload)
+    def _deliver(self, payload: bytes) -> Notice:
+        return Notice(self._known_session(), payload)
 
     def _known_session(self) -> Session:
         """Return the session; one that is over raises why when it is used."""

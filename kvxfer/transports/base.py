@@ -137,7 +137,7 @@ def is_owned(lock: threading.RLock) -> bool:
 
 
 class Delivery(Protocol):
-    """A notification on its way to the peer by the control connection."""
+    """A notification on its way to the peer by the control connection. The first `wait` sends it."""
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the peer has it; raises what went wrong."""
@@ -167,7 +167,7 @@ class PeerLink:
     """Have the peer drop the connection of that transport and number; True once it has said so, False at the
     deadline."""
     deliver: Callable[[bytes], Delivery]
-    """Begin to hand a notification to the peer over the control connection."""
+    """Have a notification for the peer, by the control connection; the first `wait` for it sends it."""
     connect: Callable[[str, Mapping[str, Any], float], Mapping[str, Any]]
     """Ask the peer's transport of that name to make its end of a connection, before a deadline (monotonic seconds);
     returns its answer. Both are plain JSON values. Raises PeerUnreachableError where none comes."""

@@ -36,6 +36,7 @@ from kvxfer.errors import (
     UsageError,
 )
 from kvxfer.handshake.events import CardWanted, Failed, TransportChosen
+from kvxfer.handshake.frames import FrameKind
 from kvxfer.handshake.machine import Role
 from kvxfer.peer_connection import PeerConnection
 from kvxfer.session import Session
@@ -101,6 +102,30 @@ class Caller(threading.Thread):
     def finish(self) -> None:
         self.join(JOIN_S)
         assert not self.is_alive(), "it hangs"
+
+
+@pytest.mark.parametrize("call", ["submit_write", "submit_read"])
+def test_ctrl_c_right_after_a_notification_was_sent_takes_it_back(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It was sent before anybody who gives the batch up knew of it."""
+    ask = Session.ask
+
+    def ask_and_interrupt(self: Session, kind: FrameKind, *arguments: Any) -> Any:
+        ask(self, kind, *arguments)
+        raise KeyboardInterrupt
+
+    with Peer(transports=("shm",)) as peer, TransferEngine(transports=("shm",)) as engine:
+        here, there = engine.allocate(NBYTES), peer.allocate(NBYTES)
+        row = engine.open_segment(peer.address), here.address, there.address, NBYTES
+        engine.write(*row, timeout_s=5.0)
+        batch = getattr(engine, call)(*row, notify=b"never")
+        with peer.stopped(), monkeypatch.context() as patch:
+            patch.setattr(Session, "ask", ask_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.wait()
+
+        assert isinstance(batch.exception, TransferCancelledError)
+        engine.write(*row, notify=b"after")
+        assert [payload for _, payload in peer.call("notifications")] == [b"after"]
 
 
 def is_unregistered(engine: TransferEngine, region: Region) -> bool:
