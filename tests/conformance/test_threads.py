@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,15 @@ from tests.support.peer import Peer, pattern
 
 THREADS = 16
 BLOCK = 4096
+
+
+@pytest.fixture(autouse=True)
+def threads_that_take_turns_often() -> Iterator[None]:
+    """By default a thread may run for 5 ms, which is longer than what these tests do in one call."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 def run_threads(work: Callable[[int], None], count: int = THREADS) -> None:

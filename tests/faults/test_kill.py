@@ -224,7 +224,7 @@ def test_engines_that_come_and_go_leave_nothing() -> None:
                 mover.join()
                 if number == 5:
                     before = Counts.of(os.getpid())
-            wait_until(lambda: not Counts.of(os.getpid()).grown_from(before, rss_slack_nbytes=256 << 20))
+            wait_until(lambda: not Counts.of(os.getpid()).grown_from(before, rss_slack_nbytes=32 << 20))
         finally:
             gc.enable()
 
