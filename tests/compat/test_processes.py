@@ -6,6 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -86,15 +87,27 @@ def test_own_transfer_timeout_wins_and_has_no_floor() -> None:
     assert elapsed_s < 4.0
 
 
-def test_peer_that_holds_the_gil_longer_than_a_native_engine_waits_is_not_given_up() -> None:
+def test_peer_that_holds_the_gil_longer_than_a_native_engine_waits_is_not_given_up(tmp_path: Path) -> None:
     """A call into C that does not release it, such as the loading of weights: no thread of kvxfer's runs there then."""
     with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp")) as pair:
         assert pair.run(ONE_WRITE) == 0
-        pair.target.begin("import ctypes\nctypes.PyDLL(None).sleep(12)\nresult = True")
-        time.sleep(0.5)
+        mark = tmp_path / "held"
+        pair.target.begin(
+            "import ctypes, pathlib, time\npathlib.Path(MARK).touch()\nctypes.PyDLL(None).sleep(12)\n"
+            "result = time.monotonic()",
+            MARK=str(mark),
+        )
+        wait_until(mark.exists)
 
-        assert pair.run("E.transfer_sync_write(S, A, B, N)", N=NBYTES) == 0
-        assert pair.target.finish()
+        begun, code, ended = pair.run(
+            "begun = time.monotonic()\ncode = E.transfer_sync_write(S, A, B, N)\n"
+            "result = begun, code, time.monotonic()",
+            N=NBYTES,
+        )
+        let_go = pair.target.finish()
+
+        assert code == 0
+        assert begun < let_go < ended, "it was written while nothing ran there, or after all"
 
 
 def test_memory_that_was_freed_before_it_was_unregistered_is_told_at_its_owner() -> None:
