@@ -10,7 +10,7 @@
 #   LAB_MARKS=...       which of them by their marks: in User-Mode Linux all (rdma and not interop), in QEMU not the
 #                       slow ones; "rdma and interop": those with the real Mooncake (make peers)
 #   LAB_ROUNDS=...      how often each fault comes (50; in QEMU 1)
-#   LAB_TIMEOUT_S=...   what all guests together may take (1080; in User-Mode Linux, with its 50 rounds, 2400)
+#   LAB_TIMEOUT_S=...   what all guests together may take (1080; in User-Mode Linux, with its 50 rounds, 3600)
 # Ends with the status of the first guest that failed; a guest that does not boot is a failure.
 set -Eeuo pipefail
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -21,7 +21,7 @@ faults=tests/lab/test_rdma_faults.py
 guests="wire faults conformance simple ipv6 mtu gids port-down split"
 case $machine in
 uml)
-    timeout_s=2400 parallel=1 marks="rdma and not interop"
+    timeout_s=3600 parallel=1 marks="rdma and not interop"
     conformance=(tests/conformance)
     ;;
 *)
