@@ -334,7 +334,8 @@ class PeerConnection:
                 opened.append(kept)
             except ResourceLimitError as error:  # a moment later it would work: nothing to fall back for
                 for endpoint in opened:
-                    endpoint.close(error)
+                    if endpoint not in self.transfers.endpoints:
+                        endpoint.close(error)
                 raise
             except KvxferError as error:
                 reasons[name] = error.message
