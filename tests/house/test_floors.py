@@ -210,7 +210,7 @@ def test_planted_fault_is_found(module: str, imported: str) -> None:
     ("module", "imported"),
     [
         ("log", "time"),  # a rate has a clock
-    ("memory.regions", "threading"),
+        ("memory.regions", "threading"),
         ("memory.shared", "kvxfer.system.calls"),
         ("memory.slices", "kvxfer.memory.chunks"),
         ("transports.tcp", "kvxfer.transports.tcp_wire"),
