@@ -91,7 +91,7 @@ def calls(stage: Stage) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     yield "wait_all of one", lambda v: engine.wait_all([v])
     yield "wait_all timeout_s", lambda v: engine.wait_all([], v)
     batch = engine.submit_write(*row, timeout_s=60)
-    yield "wait", lambda v: batch.wait(v)
+    yield "wait", batch.wait
     batch.cancel()
     yield "region", stage.segment.region
     yield "offer_of", stage.segment.offer_of
