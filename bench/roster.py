@@ -111,6 +111,12 @@ DROP_INS: Final = {
 }
 """Who takes part in `dropin.py`."""
 
+for _busy in ("python", "numpy"):
+    for _name in ("drop-in", "drop-in-tcp", "mooncake-tcp"):
+        DROP_INS[f"{_name}-{_busy}"] = dataclasses.replace(
+            DROP_INS[_name], name=f"{_name}-{_busy}", settings={"busy": _busy}, spins_when_idle=True
+        )
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -139,6 +145,11 @@ PAIRS: Final = (
     Pair("drop-in-tcp", "mooncake-tcp", {"64KiB": 1.9, "4KiB": 9.0}),
     Pair("drop-in-async", "mooncake-tcp-async", {"64KiB": 3.5, "4KiB": 9.0}),
     Pair("drop-in-tcp-async", "mooncake-tcp-async", {"64KiB": 1.9, "4KiB": 9.0}),
+    *(
+        Pair(f"{who}-{busy}", f"mooncake-tcp-{busy}", {"64KiB": 1.0, "4KiB": 1.0})
+        for busy in ("python", "numpy")
+        for who in ("drop-in", "drop-in-tcp")
+    ),
 )
 
 LATENCY_REQUIRED_US: Final = {"kvxfer-shm": 3.0, "kvxfer-shm-any": 6.0}  # the most the median transfer may take

@@ -1,14 +1,17 @@
 """Mooncake's TransferEngine (mooncake-transfer-engine-non-cuda), protocol tcp, handshake between the two processes.
 
 With `is_async` a batch is submitted and then waited for; a single transfer is submitted and its status asked for until
-it has ended.
+it has ended. `busy` names work that the target does meanwhile.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from time import perf_counter, sleep
 from typing import Any
+
+import numpy as np
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # both read when the module below is loaded
 os.environ.setdefault("GLOG_minloglevel", "2")
@@ -22,12 +25,34 @@ from harness import Blocks, Pool, Side, allocate_anonymous
 BATCH_ROWS = 1024
 
 
+def _count() -> None:
+    """Hold the GIL, but for what the interpreter takes from every thread (sys.getswitchinterval)."""
+    number = 0
+    while True:
+        number += 1
+
+
+def _multiply() -> None:
+    """Work without the GIL, as models do, and take it between two calls of some milliseconds."""
+    first = np.ones(1 << 20, np.float32)
+    second, product = first.copy(), first.copy()
+    while True:
+        for _ in range(10):
+            np.multiply(first, second, out=product)
+
+
+BUSY = {"python": _count, "numpy": _multiply}
+"""What else the target's process does, by name."""
+
+
 class MooncakePeer(Peer):
     """One engine with one registered numpy pool."""
 
-    def __init__(self, *, side: Side, name: str, pool_nbytes: int, is_async: bool = False) -> None:
+    def __init__(self, *, side: Side, name: str, pool_nbytes: int, is_async: bool = False, busy: str = "") -> None:
         super().__init__()
         self._is_async = is_async
+        if busy and side == "target":
+            threading.Thread(target=BUSY[busy], daemon=True).start()
         self._engine = TransferEngine()
         _check("initialize", self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
         self._pool = self.pools[side] = Pool(allocate_anonymous(pool_nbytes), side)

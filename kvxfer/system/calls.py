@@ -20,6 +20,7 @@ memmove = libc.memmove
 
 MSG_DONTWAIT = int(socket.MSG_DONTWAIT)
 MSG_NOSIGNAL = int(socket.MSG_NOSIGNAL)
+MSG_WAITALL = int(socket.MSG_WAITALL)
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, 2**64 - 1  # linux/prctl.h
 
 

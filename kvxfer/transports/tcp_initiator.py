@@ -17,7 +17,7 @@ import numpy as np
 
 from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, PeerClosedError, PeerUnreachableError, RemoteProtocolError, TransferError
-from kvxfer.system.calls import MSG_DONTWAIT, Messenger
+from kvxfer.system.calls import MSG_DONTWAIT, MSG_WAITALL, Messenger
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.base import Delivery, Transfer
 from kvxfer.transports.tcp_wire import (
@@ -235,7 +235,8 @@ class Stream:
         while True:
             pointer, count = cursor.window(WINDOW_NBYTES)
             blocking = until - now > TICK_S and now >= spin_until
-            moved = call(self._fd, pointer, count, 0 if blocking else MSG_DONTWAIT)
+            # MSG_WAITALL: after each call this thread needs the GIL, and where others compute that takes 5 ms.
+            moved = call(self._fd, pointer, count, MSG_WAITALL if blocking else MSG_DONTWAIT)
             if moved > 0:
                 cursor.advance(moved)
                 if cursor.is_done:

@@ -2,6 +2,10 @@
 
 Bytes go straight between the socket and registered memory, a window at a time; a connection that is slow or silent
 holds up no other. Knows no protocol: `tcp_service.py` and `mooncake/rows.py` bring theirs.
+
+After each call the thread needs the GIL again. Where other threads of the process compute in Python that takes 5 ms
+(sys.getswitchinterval), and calls that move what a socket's buffer holds would reach 0.1 GB/s. A connection that finds
+it so waits for its bytes inside the call, without the GIL, for a while.
 """
 
 from __future__ import annotations
@@ -10,11 +14,14 @@ import contextlib
 import errno
 import os
 import socket
+import struct
+import sys
+import time
 from collections.abc import Callable
 
 from kvxfer.errors import RemoteProtocolError
 from kvxfer.log import get_logger
-from kvxfer.system.calls import MSG_DONTWAIT, Messenger, is_readable
+from kvxfer.system.calls import MSG_DONTWAIT, MSG_WAITALL, Messenger, is_readable
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
 
@@ -22,6 +29,14 @@ __all__ = ["ServedStream"]
 
 WINDOW_NBYTES = 4 << 20
 """How much one connection may move before the thread looks at the others: about 1 ms."""
+PATIENT_NBYTES = 16 << 20
+"""The same where each call costs a wait for the GIL. Measured: bench/dropin.py, the contenders whose target is busy."""
+PATIENCE_S = 0.01
+"""How long a call may wait for its bytes then, in sum: the other connections of the thread wait as long."""
+PATIENT_S = 1.0
+"""How long that goes on before it is looked again whether calls come back late."""
+PROMPT_NBYTES = 1 << 20
+"""So many bytes are copied in much less time than a thread waits for the GIL."""
 
 
 class ServedStream:
@@ -41,7 +56,10 @@ class ServedStream:
         header_nbytes: int,
         generation: str = "",
     ) -> None:
-        connection.setblocking(False)
+        connection.setblocking(True)  # each call says whether it waits
+        patience = struct.pack("ll", 0, int(PATIENCE_S * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         self.loop = loop
         self.generation = generation
         self._socket = connection
@@ -56,6 +74,7 @@ class ServedStream:
         self._release: Callable[[], None] | None = None
         self._closed = False
         self._turn_nbytes = 0
+        self._patient_until = 0.0
         self._watching = READABLE
         self._await_request()
 
@@ -133,11 +152,17 @@ class ServedStream:
     def _step(self) -> bool:
         if self._closed:
             return False
-        pointer, count = self._cursor.window(WINDOW_NBYTES)
+        called_at = time.monotonic()
+        is_patient = called_at < self._patient_until and self._cursor is not self._header_cursor
+        pointer, count = self._cursor.window(PATIENT_NBYTES if is_patient else WINDOW_NBYTES)
         if self._is_sending:
-            moved = self._messenger.send(self._fd, pointer, count, MSG_DONTWAIT)
+            moved = self._messenger.send(self._fd, pointer, count, 0 if is_patient else MSG_DONTWAIT)
         else:
-            moved = self._messenger.receive(self._fd, pointer, count, MSG_DONTWAIT)
+            moved = self._messenger.receive(self._fd, pointer, count, MSG_WAITALL if is_patient else MSG_DONTWAIT)
+        if not is_patient and 0 < moved <= PROMPT_NBYTES:
+            now = time.monotonic()
+            if now - called_at > sys.getswitchinterval() / 2:
+                self._patient_until = now + PATIENT_S
         if moved <= 0:
             if moved == -errno.EAGAIN:
                 self._watch(WRITABLE if self._is_sending else READABLE)

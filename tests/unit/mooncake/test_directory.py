@@ -512,7 +512,7 @@ def test_p2p_asks_the_peer_itself() -> None:
 @pytest.mark.parametrize(
     ("server", "told"),
     [
-        ("", "scheme"),
+        ("", "empty"),
         ("mysql://host", "scheme 'mysql' is not known"),
         ("p2phandshake://x", "P2PHANDSHAKE"),
         ("http://", "names no host"),
