@@ -335,3 +335,24 @@ def test_asynchronous_batch_that_is_asked_for_after_its_timeout_went_well() -> N
         )
 
         assert pair.run(begin, N=NBYTES) == 1
+
+
+def test_managed_buffers_take_memory_only_where_they_are_touched() -> None:
+    resident = "int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGESIZE')"
+    with Program() as program:
+        program.initialize()
+        code = f"""
+before = {resident}
+small, large = E.allocate_managed_buffer(1 << 20), E.allocate_managed_buffer(1 << 30)
+allocated = {resident}
+poke(large, b'1' * (32 << 20))
+touched = {resident}
+result = (small > 0 and large > 0, allocated - before, touched - allocated,
+          E.free_managed_buffer(large, 1 << 30), E.free_managed_buffer(small, 1 << 20))
+"""
+        is_there, allocated, touched, *codes = program.run(code)
+
+    assert is_there
+    assert allocated < 16 << 20
+    assert touched >= 31 << 20
+    assert codes == [0, 0]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from tests.interop.environments import download, frameworks_python, mooncake_python
 from tests.interop.processes import clean_environment, shim_path
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "mooncake.md"
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(900)]
 PACKAGES = {  # fixed, so that a release of theirs does not fail our tests; raise them, and look at what changed
     "sglang": "sglang==0.5.23",
@@ -143,3 +146,33 @@ def test_rdma_without_a_device_fails_with_the_reason_in_the_log(caller: str) -> 
     assert "RuntimeError" in seen["rdma"]
     assert 'protocol "rdma"' in seen["log"]
     assert "KVXFER_ALLOW_FALLBACK=1" in seen["log"]
+
+
+def sources(package: str) -> str:
+    """All Python of a package's wheel."""
+    with zipfile.ZipFile(download(package)) as archive:
+        return "".join(archive.read(name).decode() for name in archive.namelist() if name.endswith(".py"))
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("vllm serve", "vllm"),
+        ("sglang.launch_server", "sglang"),
+        ("lmcache server", "lmcache"),
+        ("lmcache coordinator", "lmcache"),
+    ],
+)
+def test_commands_of_the_document_have_options_that_the_package_knows(program: str, package: str) -> None:
+    commands = [line for line in DOCUMENT.read_text().splitlines() if program in line and not line.startswith("#")]
+    text = sources(PACKAGES[package])
+
+    options = {word for line in commands for word in re.findall(r"(?<= )--[a-z0-9-]+", line)}
+    values = {
+        word
+        for line in commands
+        for word in re.findall(r"mooncake_te\b|mooncake_tcp|mooncake_protocol|MC_TE_\w+", line)
+    }
+    assert options
+    missing = [word for word in options | values if word not in text and word[2:].replace("-", "_") not in text]
+    assert not missing

@@ -6,10 +6,13 @@ tests/compat holds kvxfer to the table; here the real engine is held to it, so t
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Iterator
 
 import pytest
 
+from kvxfer.compat import mooncake
 from tests.interop.environments import mooncake_python
 from tests.support.mooncake_behaviour import CALLS, CRASH, Call
 from tests.support.mooncake_programs import DiedError, Pair, RaisedError
@@ -39,3 +42,27 @@ def test_the_real_engine_dies_where_the_table_says_so(call: Call) -> None:
         pair.run(call.code)
 
     assert died.value.status < 0
+
+
+def test_methods_take_the_arguments_that_the_real_ones_take(real_pair: Pair) -> None:
+    """pybind11 writes each signature into the docstring; arg0, arg1 are those that have no name."""
+    texts = real_pair.run(
+        "[(n, getattr(m.TransferEngine, n).__doc__.splitlines()[0]) for n in dir(m.TransferEngine) "
+        "if callable(getattr(m.TransferEngine, n)) and '(self' in (getattr(m.TransferEngine, n).__doc__ or '')[:60] "
+        "and n[0] != '_']"
+    )
+
+    theirs = {name: re.findall(r", (\w+): [^,=]+(?: = ([^,)]+))?(?=[,)])", text) for name, text in texts}
+
+    assert len(theirs) == 30
+    for name, parameters in theirs.items():
+        method = inspect.signature(getattr(mooncake.TransferEngine, name))
+        ours = list(method.parameters.values())[1:]
+        found = [
+            (
+                f"arg{at}" if one.kind is inspect.Parameter.POSITIONAL_ONLY else one.name,
+                "" if one.default is inspect.Parameter.empty else repr(one.default),
+            )
+            for at, one in enumerate(ours)
+        ]
+        assert found == [tuple(one) for one in parameters], name
