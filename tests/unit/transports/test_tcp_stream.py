@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 import kvxfer
 from kvxfer.system.calls import Messenger
-from kvxfer.transports.tcp_stream import ServedStream
+from kvxfer.system.iovec import CData
+from kvxfer.transports import tcp_stream
 
 NBYTES = 32 << 20
 BUFFER_NBYTES = 64 << 10
@@ -24,21 +25,26 @@ def pair() -> Iterator[tuple[kvxfer.TransferEngine, kvxfer.TransferEngine]]:
         yield engine, peer
 
 
+class CountingMessenger(Messenger):
+    """Notes what each call has moved."""
+
+    moved: ClassVar[list[int]] = []
+
+    def send(self, fd: int, iov: CData, count: int, flags: int) -> int:
+        self.moved.append(super().send(fd, iov, count, flags))
+        return self.moved[-1]
+
+    def receive(self, fd: int, iov: CData, count: int, flags: int) -> int:
+        self.moved.append(super().receive(fd, iov, count, flags))
+        return self.moved[-1]
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each call of a serving thread has moved, without those that found nothing."""
-    moved: list[int] = []
-    step = ServedStream._step
-
-    def count(stream: ServedStream) -> bool:
-        before = stream._cursor, stream._cursor.nbytes_done
-        going_on = step(stream)
-        if stream._cursor is before[0] and stream._cursor.nbytes_done > before[1]:
-            moved.append(stream._cursor.nbytes_done - before[1])
-        return going_on
-
-    monkeypatch.setattr(ServedStream, "_step", count)
-    return moved
+    """What each call of a serving thread has moved; an errno, negative, of one that found nothing."""
+    monkeypatch.setattr(CountingMessenger, "moved", [])
+    monkeypatch.setattr(tcp_stream, "Messenger", CountingMessenger)
+    return CountingMessenger.moved
 
 
 @pytest.mark.parametrize("operation", ["write", "read"])
