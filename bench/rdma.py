@@ -8,8 +8,9 @@ Two kvxfer rows: `raw` is a loop of post and poll on a queue pair of kvxfer's ve
 the kernel does by itself is no process's), and the first transfer to a process that was just started. With `--second` a
 large batch goes over two rails and over one, each wire held to `--rate` by tc, so that it is the limit and not the CPU;
 that needs root, and netdevs that may be shaped. perftest comes from Debian's package of that name;
-Mooncake from `make peers`, and is left out where it is not installed. Each round runs every contender once, in turn;
-the figure is the median of the rounds' ratios. One JSON line for each question at the end.
+Mooncake from `make peers`, and is left out where it is not installed; with it comes `drop-in`, kvxfer in its place by
+the very same calls with Python lists, in batches of 1,024 rows. Each round runs every contender once, in turn; the
+figure is the median of the rounds' ratios. One JSON line for each question at the end.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ from kvxfer.verbs.queue_pair import QueuePairCapabilities
 from kvxfer.verbs.work_request import WorkRequestBatch
 from processes import cpu_time_s, machine_words
 
+BENCH = Path(__file__).parent
+REAL_MOONCAKE: tuple[str, dict[str, str]] = (str(BENCH / ".peers/mooncake/bin/python"), {})
+_PATH = os.pathsep.join(str(folder) for folder in (BENCH.parent / "kvxfer/compat/shim", BENCH.parent))
+DROP_IN: tuple[str, dict[str, str]] = (sys.executable, {"PYTHONPATH": _PATH, "KVXFER_TRANSPORTS": "rdma"})
 RIVALS = ("perftest", "mooncake", "one-rail")
 DEPTH = 128
 SIZES = (4 << 10, 64 << 10, 1 << 20)
@@ -115,7 +120,7 @@ def asked_for(who: str, what: str, rival: str) -> float | None:
     """Return the ratio that kvxfer sets itself."""
     if rival == "one-rail":
         return ASKED_TWO_RAILS
-    if "CPU" in what:
+    if "CPU" in what or (who == "drop-in" and rival == "perftest"):
         return None
     if "latency" in what:
         return 1.3 if who == "raw" else 1.0
@@ -159,13 +164,15 @@ def make_contenders(arguments: argparse.Namespace) -> dict[str, Callable[[], flo
     contenders["raw read latency"] = lambda: raw.read_latency(8, 1000)
     contenders["engine first transfer latency"] = lambda: engine.first_transfer(arguments.there)
     if arguments.mooncake:
-        mooncake = MooncakePair(arguments)
+        real, ours = MooncakePair(arguments, *REAL_MOONCAKE), MooncakePair(arguments, *DROP_IN)
         for size, count in ((1 << 20, 128), (64 << 10, 1024), (4 << 10, 16384)):
             for operation in ("write", "read"):
                 label = f"{operation} {to_text(size)}x{count}"
-                contenders[f"mooncake {label}"] = lambda s=size, n=count, o=operation: mooncake.batch(o, s, n)  # type: ignore[misc]
-                contenders[f"mooncake {label} CPU"] = lambda: mooncake.cpu_s_per_gib
-        contenders["mooncake first transfer latency"] = mooncake.first_transfer
+                for who, pair in (("mooncake", real), ("drop-in", ours)):
+                    contenders[f"{who} {label}"] = lambda p=pair, s=size, n=count, o=operation: p.batch(o, s, n)  # type: ignore[misc]
+                    contenders[f"{who} {label} CPU"] = lambda p=pair: p.cpu_s_per_gib  # type: ignore[misc]
+        contenders["mooncake first transfer latency"] = real.first_transfer
+        contenders["drop-in first transfer latency"] = ours.first_transfer
     if arguments.second:
         second = arguments.second.split(",")
         both = EnginePair(f"{arguments.here},{second[0]}", f"{arguments.there},{second[1]}")
@@ -175,7 +182,7 @@ def make_contenders(arguments: argparse.Namespace) -> dict[str, Callable[[], flo
             label = f"{operation} 1MiBx64, each wire {arguments.rate}"
             for who, pair in (("one-rail", engine), ("two-rails", both)):
                 contenders[f"{who} {label}"] = lambda p=pair, o=operation: shaped_batch(p, o, devices, arguments.rate)  # type: ignore[misc]
-    return contenders
+    return {name: measure for name, measure in contenders.items() if arguments.only in name}
 
 
 def perftest(program: str, arguments: argparse.Namespace, gid_index: int, size: int, count: int) -> float | None:
@@ -407,25 +414,25 @@ def shaped(devices: list[str], rate: str) -> Iterator[None]:
 
 
 class MooncakePair:
-    """Two real Mooncake engines, each in a process of its own (bench/contenders/mooncake_rdma.py)."""
+    """Two engines with Mooncake's API, each in a process of its own (bench/contenders/mooncake_rdma.py): the real one or
+    the drop-in, as the interpreter and the environment have it."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, python: str, environment: dict[str, str]) -> None:
+        self._python, self._environment = python, environment
         self._there = (arguments.there, arguments.there_address)
         self.source, _ = self._start(arguments.here, arguments.here_address)
         self.target, self.told = self._start(*self._there)
         self.cpu_s_per_gib = 0.0
 
-    @staticmethod
     def _start(
-        device: str, address: str, pool_nbytes: int = POOL_NBYTES
+        self, device: str, address: str, pool_nbytes: int = POOL_NBYTES
     ) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-        folder = Path(__file__).parent
-        program = [folder / ".peers/mooncake/bin/python", folder / "contenders/mooncake_rdma.py"]
         process = subprocess.Popen(
-            [*program, device, address, str(pool_nbytes)],
+            [self._python, BENCH / "contenders/mooncake_rdma.py", device, address, str(pool_nbytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **self._environment},
         )
         return process, _answer(process)
 
@@ -507,6 +514,7 @@ def main() -> int:
     parser.add_argument("--second", help="devices of a second rail, as rxa1,rxb1: two rails beside one")
     parser.add_argument("--rate", default="800mbit", help="what tc holds each wire to then (default: 800mbit)")
     parser.add_argument("--mooncake", action="store_true", help="compare with Mooncake as well (make peers)")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only what has these words in its name: first")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return run(arguments)
