@@ -414,7 +414,7 @@ def shaped(devices: list[str], rate: str) -> Iterator[None]:
 
 
 class MooncakePair:
-    """Two engines with Mooncake's API, each in a process of its own (bench/contenders/mooncake_rdma.py): the real one or
+    """Two engines with Mooncake's API, each in a process of its own (contenders/mooncake_rdma.py): the real one or
     the drop-in, as the interpreter and the environment have it."""
 
     def __init__(self, arguments: argparse.Namespace, python: str, environment: dict[str, str]) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -65,6 +67,9 @@ class Worker:
     def region_count(self) -> int:
         return len(manager().engine.regions)
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 def failure(ref: Any) -> str:
     try:
@@ -98,7 +103,11 @@ def main() -> None:
 
     lost = one.make.remote(1)
     ray.get(other.total.remote(lost))
-    ray.kill(one)
+    pid = ray.get(one.pid.remote())
+    ray.kill(one)  # returns before it has happened
+    with contextlib.suppress(OSError):
+        while Path(f"/proc/{pid}/cmdline").read_bytes():
+            time.sleep(0.01)
     begun = time.monotonic()
     seen["after_kill"] = failure(other.total.remote(lost))
     seen["after_kill_s"] = time.monotonic() - begun
