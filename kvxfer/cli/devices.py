@@ -157,7 +157,7 @@ def _draw_gids(ports: Sequence[PortSurvey], style: Style, destination: str) -> s
         if lines:
             lines.append(Line([], "", "dim"))
         lines += [
-            Line(_gid_cells(one, row, style), row.verdict, "green" if row.is_chosen and not one.problem else "dim")
+            Line(_gid_cells(one, row, style), row.verdict, "green" if row.is_chosen else "dim")
             for row in one.rows[:ROWS_SHOWN_MAX]
         ]
         hidden = len(one.rows) - ROWS_SHOWN_MAX
@@ -170,7 +170,7 @@ def _gid_cells(one: PortSurvey, row: GidRow, style: Style) -> list[str]:
     candidate = row.candidate
     address = format_gid(candidate.value) if candidate.is_infiniband else str(candidate.address)
     prefix = "" if candidate.prefix_nbits is None else f"/{candidate.prefix_nbits}"
-    sign = _mark(one, style) if row.is_chosen and not one.problem else " "
+    sign = _mark(one, style) if row.is_chosen else " "
     cells = [sign, one.name, str(row.index), address + prefix, str(candidate.type), candidate.netdev or "-"]
     if row.route is not None:
         cells.append(str(row.route) if row.route.is_reachable else "no route")

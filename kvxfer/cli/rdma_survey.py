@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["DeviceSurvey", "GidRow", "PortSurvey", "find_warnings", "survey_device", "survey_devices"]
 
 
+UNUSED = "would be chosen, but the port is not used"
+
+
 @dataclass(frozen=True)
 class GidRow:
     """One row of a GID table as it is shown. route: to the address that was asked about."""
@@ -253,9 +256,11 @@ def _survey_port(
     try:
         choice = choose_gid(table, interfaces, GidPreference.of(config, context.name))
         rows = [
-            GidRow(one.index, one.candidate, one.reason, one.candidate is choice.best, one.is_usable)
+            GidRow(one.index, one.candidate, one.reason, one.candidate is choice.best and not problem, one.is_usable)
             for one in choice.verdicts
         ]
+        if problem:
+            rows = [dataclasses.replace(row, verdict=row.verdict.replace("chosen", UNUSED)) for row in rows]
     except DeviceUnusableError as error:
         problem = problem or error.reason
         rows = [GidRow(one.index or 0, one, "not used", False, False) for one in find_candidates(table, interfaces)]

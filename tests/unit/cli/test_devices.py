@@ -105,6 +105,7 @@ def test_port_that_cannot_be_used_says_why_and_is_exit_status_1(
     assert status == 1
     assert "DOWN, not ACTIVE" in out
     assert "unsupported (iWARP)" in out
+    assert "would be chosen, but the port is not used" in " ".join(out.split())
 
 
 def test_long_reasons_and_addresses_stay_inside_the_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
