@@ -23,7 +23,7 @@ Status = Literal["ok", "off", "warn", "fail"]
 @dataclass(frozen=True)
 class Check:
     """One answer. status: "fail" means that kvxfer does not work, "warn" that it works less well than it could,
-    "off" that something is not here which nobody has asked for."""
+    "off" that something is not used, and nobody has asked for it."""
 
     name: str
     status: Status

@@ -11,15 +11,17 @@ import socket
 from collections.abc import Callable
 
 from kvxfer.cli.check import Check, Machine
+from kvxfer.cli.keys import KEY_REMEDY, WITHOUT_KEY
 from kvxfer.cli.table import format_size
 from kvxfer.config import TRANSPORT_NAMES, EngineConfig
 from kvxfer.interfaces import default_route_host
 from kvxfer.transports import TRANSPORTS
 from kvxfer.types import Probe
 
-__all__ = ["NETWORK_CHECKS", "probe_check", "transport_checks"]
+__all__ = ["NETWORK_CHECKS", "is_exposed", "probe_check", "transport_checks"]
 
 PORT_PRIVILEGED_END = 1024
+EVERY_INTERFACE = ("", "0.0.0.0", "::")
 
 Resolve = Callable[[str], "list[str]"]
 
@@ -47,21 +49,35 @@ def check_host_name(machine: Machine, resolve: Resolve | None = None) -> Check:
 def check_listen_host(machine: Machine, resolve: Resolve | None = None) -> Check:
     """Where an engine with these settings listens."""
     host = machine.config.host
-    if host in ("", "0.0.0.0", "::"):
-        return Check(
-            "listen host", "ok", f"{host or 'unset'}: every interface; peers are told the default-route address"
-        )
+    if host in EVERY_INTERFACE:
+        return _reached_check(f"{host or 'unset'}: every interface; peers are told the default-route address", machine)
     addresses = [host] if _is_literal(host) else (resolve or _resolve)(host)
     if not addresses:
         remedy = "Pass host= (or KVXFER_HOST) with an address or a name of this machine."
         return Check("listen host", "fail", f"{host} does not resolve", remedy)
     value = host if addresses == [host] else f"{host}, which is {', '.join(addresses)}"
     if not all(_is_loopback(address) for address in addresses):
-        return Check("listen host", "ok", value)
+        return _reached_check(value, machine)
     if _is_literal(host) or host == "localhost":
         return Check("listen host", "ok", f"{value}: loopback, so peers on this machine only")
     remedy = "No other host reaches a loopback address: pass host= with this machine's address."
     return Check("listen host", "warn", f"{value}: loopback", remedy)
+
+
+def _reached_check(value: str, machine: Machine) -> Check:
+    """Say of an engine that other hosts reach whether it asks them for a key."""
+    if machine.config.key is None:
+        return Check("listen host", "warn", f"{value}; {WITHOUT_KEY}", KEY_REMEDY)
+    return Check("listen host", "ok", value)
+
+
+def is_exposed(config: EngineConfig) -> bool:
+    """Whether other hosts reach an engine with these settings, and none of them needs a key."""
+    if config.key is not None:
+        return False
+    host = config.host
+    addresses = [host] if host in EVERY_INTERFACE or _is_literal(host) else _resolve(host)
+    return not all(_is_loopback(address) for address in addresses)
 
 
 def check_address(machine: Machine) -> Check:
@@ -107,11 +123,21 @@ def check_socket_buffers(machine: Machine) -> Check:
 
 
 def transport_checks(machine: Machine) -> list[Check]:
-    """One check per transport, made of its probe."""
+    """One check per transport, made of its probe; of those that are wanted one at least must work."""
+    config = machine.config
+    probes = {name: TRANSPORTS[name].probe(config) for name in config.transports}
+    has_carrier = any(probe.usable for probe in probes.values())
     return [
-        probe_check(transport.probe(machine.config), is_asked_for=_is_asked_for(name, machine.config))
-        for name, transport in TRANSPORTS.items()
+        probe_check(probes[name], is_asked_for=_is_asked_for(name, config), has_carrier=has_carrier)
+        if name in probes
+        else _not_wanted(name, config)
+        for name in TRANSPORTS
     ]
+
+
+def _not_wanted(name: str, config: EngineConfig) -> Check:
+    wanted = f"{config.source_of('transports')}={','.join(config.transports)}"
+    return Check(f"transport {name}", "off", f"not wanted: {wanted}", f"Add {name} there, or unset it, to use {name}.")
 
 
 def _is_asked_for(name: str, config: EngineConfig) -> bool:
@@ -120,11 +146,18 @@ def _is_asked_for(name: str, config: EngineConfig) -> bool:
     return is_named or (name == "rdma" and config.rdma_devices is not None)
 
 
-def probe_check(probe: Probe, *, is_asked_for: bool = False) -> Check:
-    """Turn a probe into a check: tcp must work, shm should, rdma need not unless there is hardware or a wish for it."""
+def probe_check(probe: Probe, *, is_asked_for: bool = False, has_carrier: bool = True) -> Check:
+    """Turn a probe into a check: tcp must work, shm should, rdma need not unless there is hardware or a wish for it.
+
+    has_carrier: whether any of the wanted transports works; where none does, no engine starts.
+    """
     name = f"transport {probe.transport}"
     if probe.usable:
         return Check(name, "ok", f"usable: {probe.reason}", probe.remedy)
+    if not has_carrier:
+        return Check(
+            name, "fail", f"{probe.reason.rstrip('.')}; no wanted transport works, so no engine starts", probe.remedy
+        )
     has_hardware = bool(probe.details.get("devices"))
     if probe.transport == "tcp":
         return Check(name, "fail", probe.reason, probe.remedy)

@@ -51,7 +51,7 @@ def rdma_checks(machine: Machine) -> Iterator[Check]:
         yield check_memlock(machine)
         return
     if not found:
-        yield Check("rdma devices", "ok", "none")
+        yield Check("rdma devices", "off", "none")
         yield check_memlock(machine)
         return
     yield _providers_check(library)
@@ -72,7 +72,7 @@ def check_libibverbs(machine: Machine) -> Check:
             return Check("libibverbs", "warn", error.message, f"Correct {LIBRARY_VARIABLE}, or unset it.")
         if list_sysfs_devices(machine.root):
             return Check("libibverbs", "warn", error.message, error.remedy)
-        return Check("libibverbs", "ok", f"{error.message.rstrip('.')}; not needed without an RDMA device")
+        return Check("libibverbs", "off", f"{error.message.rstrip('.')}; not needed without an RDMA device")
     version = f" ({library.version})" if library.version else ""
     return Check("libibverbs", "ok", f"{library.path} can be loaded{version}")
 
@@ -91,7 +91,7 @@ def _unavailable(error: VerbsUnavailableError, *, has_devices: bool) -> Check:
     if has_devices:
         return Check("rdma devices", "warn", error.message, error.remedy)
     reason = "none: this kernel has no RDMA" if isinstance(error, VerbsKernelError) else "none"
-    return Check("rdma devices", "ok", reason)
+    return Check("rdma devices", "off", reason)
 
 
 def _providers_check(library: VerbsLibrary) -> Check:

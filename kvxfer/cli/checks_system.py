@@ -85,12 +85,12 @@ def check_packages(machine: Machine) -> Check:
 def check_environment(machine: Machine) -> Check:
     """The variables that are set for kvxfer: its own, those in vain, and those of Mooncake that supply a setting.
 
-    Values of secrets are not shown.
+    Values of secrets are not shown, nor those of unknown variables: one may be a secret whose name is misspelt.
     """
     known = known_variables()
     names = sorted(name for name in machine.environ if name.startswith(PREFIX))
     unknown = [name for name in names if name not in known]
-    told = [_shown(name, machine.environ[name]) for name in names]
+    told = [_shown(name, machine.environ[name], is_known=name in known) for name in names]
     for row in EngineConfig.settings():
         variable = row.find_variable(machine.environ)
         if variable in row.synonyms:
@@ -247,8 +247,9 @@ def _unknown_text(name: str, known: Collection[str]) -> str:
     return f"{name} means nothing to kvxfer: " + (f"did you mean {PREFIX}{guesses[0]}?" if guesses else "unset it.")
 
 
-def _shown(name: str, value: str) -> str:
-    return f"{name}={'(set)' if any(word in name for word in SECRET_WORDS) else value}"
+def _shown(name: str, value: str, *, is_known: bool) -> str:
+    is_secret = not is_known or any(word in name for word in SECRET_WORDS)
+    return f"{name}={'(set)' if is_secret else value}"
 
 
 def _limit(value: int) -> str:

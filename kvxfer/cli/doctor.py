@@ -108,7 +108,7 @@ def _summary(checks: list[Check], style: Style) -> str:
     counts = {status: sum(check.status == status for check in checks) for status in ("ok", "off", "warn", "fail")}
     parts = [style.paint(f"{counts['ok']} ok", "green")]
     if counts["off"]:
-        parts.append(style.paint(f"{counts['off']} not here", "dim"))
+        parts.append(style.paint(f"{counts['off']} not used", "dim"))
     if counts["warn"]:
         parts.append(style.paint(f"{counts['warn']} to look at", "yellow"))
     parts.append(style.paint(f"{counts['fail']} failed", "red", "bold") if counts["fail"] else "0 failed")

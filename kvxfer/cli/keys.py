@@ -9,7 +9,10 @@ import os
 
 from kvxfer.errors import AuthenticationError, ConfigError, KvxferError
 
-__all__ = ["key_settings", "remedy_of"]
+__all__ = ["KEY_REMEDY", "WITHOUT_KEY", "key_settings", "remedy_of"]
+
+WITHOUT_KEY = "without a key anyone who reaches the port may read and write what is registered"
+KEY_REMEDY = "Set KVXFER_KEY to one secret on both sides, such as `openssl rand -hex 32` prints."
 
 
 def key_settings(variable: str | None) -> dict[str, str]:

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, MutableMapping
 from types import FrameType
 from typing import Any
 
+from kvxfer.cli.checks_network import is_exposed
 from kvxfer.cli.environment import given
-from kvxfer.cli.keys import key_settings
+from kvxfer.cli.keys import KEY_REMEDY, WITHOUT_KEY, key_settings
 from kvxfer.cli.mesh_agent import MeshAgent
 from kvxfer.cli.rail_check import REGION_NAME
-from kvxfer.cli.table import Style, format_size
+from kvxfer.cli.table import Style, format_size, wrap
 from kvxfer.engine import TransferEngine
 from kvxfer.text import guess_protocol
 
@@ -51,7 +52,7 @@ def run(arguments: Namespace) -> int:
         with TransferEngine(**settings, **key_settings(arguments.key_env)) as engine:
             region = engine.allocate(arguments.size, name=REGION_NAME)
             agent = MeshAgent(engine, events.put)
-            show.ready(engine.address, region.nbytes, engine.transports)
+            show.ready(engine.address, region.nbytes, engine.transports, is_exposed=is_exposed(engine.config))
             while True:
                 _show_until(events, show, time.monotonic() + TURN_S)
                 for note in engine.notifications():
@@ -150,8 +151,9 @@ class _Printer:
         self._is_json = is_json
         self._style = Style.of(sys.stdout)
 
-    def ready(self, address: str, nbytes: int, transports: tuple[str, ...]) -> None:
-        """Say where to connect."""
+    def ready(self, address: str, nbytes: int, transports: tuple[str, ...], *, is_exposed: bool) -> None:
+        """Say where to connect, and whether everybody may."""
+        warning = f"{WITHOUT_KEY}. {KEY_REMEDY}" if is_exposed else ""
         if self._is_json:
             self._print_json(
                 event="ready",
@@ -160,6 +162,7 @@ class _Printer:
                 nbytes=nbytes,
                 transports=list(transports),
                 pid=os.getpid(),
+                warning=warning,
             )
             return
         style = self._style
@@ -168,6 +171,8 @@ class _Printer:
         )
         print(style.paint(f"       measure it with: kvxfer bench --peer {address}", "dim"))
         print(style.paint("       stop with Ctrl-C", "dim"), flush=True)
+        if warning:
+            print(style.paint(wrap(warning, style, indent="       "), "yellow"), flush=True)
 
     def event(self, event: Event) -> None:
         """Say what happened."""

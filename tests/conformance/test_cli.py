@@ -228,6 +228,17 @@ def test_serve_tells_its_address_and_its_peers_and_stops_at_once(serve: Serve) -
     assert events[-1] == "stopped"
 
 
+def test_serve_that_other_hosts_reach_without_a_key_says_so_once() -> None:
+    words = ("--host", "0.0.0.0", "--size", "4MiB", "--json")
+    exposed = Serve(*words, KVXFER_ADVERTISE_HOST="127.0.0.1")
+    guarded = Serve(*words, KVXFER_ADVERTISE_HOST="127.0.0.1", KVXFER_KEY="correct horse battery")
+    for server in (exposed, guarded):
+        server.stop()
+
+    assert "KVXFER_KEY" in json.loads(exposed.first)["warning"]
+    assert json.loads(guarded.first)["warning"] == ""
+
+
 def test_serve_ends_cleanly_on_ctrl_c(serve: Serve) -> None:
     status, out, err, seconds = serve.stop(signal.SIGINT)
 

@@ -48,7 +48,7 @@ def test_every_check_answers_on_a_machine_without_any_file(tmp_path: Path) -> No
 
     assert len({check.name for check in checks}) == len(checks) > 15
     assert all(check.value for check in checks)
-    assert all(check.remedy for check in checks if check.status != "ok")
+    assert all(check.remedy for check in checks if check.status in ("warn", "fail"))
 
 
 def test_check_that_cannot_look_is_a_warning_with_the_reason(tmp_path: Path) -> None:
@@ -74,6 +74,14 @@ def test_known_variables_are_shown_and_the_key_is_not(tmp_path: Path) -> None:
     check = checks_system.check_environment(machine(tmp_path, {"KVXFER_PORT": "7777", "KVXFER_KEY": "hunter2hunter2"}))
 
     assert check == Check("environment", "ok", "KVXFER_KEY=(set), KVXFER_PORT=7777")
+
+
+@pytest.mark.parametrize("name", ["KVXFER_KEEY", "KVXFER_KYE", "KVXFER_X"])
+def test_value_of_an_unknown_variable_is_not_shown(tmp_path: Path, name: str) -> None:
+    check = checks_system.check_environment(machine(tmp_path, {name: "hunter2hunter2"}))
+
+    assert check.value == f"{name}=(set)"
+    assert "hunter2" not in json.dumps(check.to_json())
 
 
 def test_variable_of_mooncake_that_supplies_a_setting_is_shown(tmp_path: Path) -> None:
@@ -204,11 +212,11 @@ def test_host_name_on_loopback_matters_only_where_it_is_used(
 @pytest.mark.parametrize(
     ("host", "addresses", "status", "words"),
     [
-        ("0.0.0.0", [], "ok", "every interface"),
-        ("192.0.2.7", [], "ok", "192.0.2.7"),
+        ("0.0.0.0", [], "warn", "every interface"),
+        ("192.0.2.7", [], "warn", "192.0.2.7"),
         ("127.0.0.1", [], "ok", "this machine only"),
         ("node-7", ["127.0.1.1"], "warn", "loopback"),
-        ("node-7", ["192.0.2.7"], "ok", "which is 192.0.2.7"),
+        ("node-7", ["192.0.2.7"], "warn", "which is 192.0.2.7"),
         ("nowhere", [], "fail", "does not resolve"),
     ],
 )
@@ -219,6 +227,16 @@ def test_listen_host_is_judged_by_where_it_leads(
 
     assert check.status == status
     assert words in check.value
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "node-7"])
+def test_listening_to_other_hosts_needs_a_key(tmp_path: Path, host: str) -> None:
+    def judge(**settings: object) -> Check:
+        return checks_network.check_listen_host(machine(tmp_path, host=host, **settings), lambda _: ["192.0.2.7"])
+
+    assert judge().status == "warn"
+    assert "KVXFER_KEY" in judge().remedy
+    assert judge(key=b"correct horse battery").status == "ok"
 
 
 @pytest.mark.parametrize(("port", "status"), [(0, "ok"), (7777, "ok"), (40000, "warn")])
@@ -272,6 +290,21 @@ def test_transports_are_judged_by_what_depends_on_them(probe: Probe, status: str
     assert check.status == status
     assert probe.reason in check.value
     assert check.remedy == probe.remedy
+
+
+def test_machine_on_which_no_engine_starts_fails_and_names_what_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Probe("rdma", usable=False, reason="no RDMA device", remedy="x", details={"devices": []})
+    monkeypatch.setattr(checks_network.TRANSPORTS["rdma"], "probe", classmethod(lambda cls, config: absent))
+    config, _ = load_config({"KVXFER_TRANSPORTS": "rdma"})
+
+    checks = {check.name: check for check in checks_network.transport_checks(Machine(config, tmp_path, {}))}
+
+    assert checks["transport rdma"].status == "fail"
+    for name in ("transport shm", "transport tcp"):
+        assert checks[name].status == "off"
+        assert checks[name].value == "not wanted: KVXFER_TRANSPORTS=rdma"
 
 
 @pytest.mark.parametrize("settings", [{"transports": ("rdma", "tcp")}, {"rdma_devices": "mlx5_0"}])
