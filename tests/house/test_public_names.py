@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import pkgutil
 import re
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -82,6 +84,72 @@ def test_api_page_has_every_public_name_and_no_other(title: str, classes: list[t
     public = {name for one in classes for name in dir(one) if not name.startswith("_")} | fields
 
     assert section_of_api_page(title) - {one.__name__ for one in classes} - {"with", "batch"} == public
+
+
+def test_api_page_has_every_name_of_the_package() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    named = {word for title in titles for word in re.findall(r"\w+", title)}
+
+    assert not set(kvxfer.__all__) - named - set(errors_of_api_page())
+
+
+@pytest.mark.parametrize("one", [kvxfer.Notification, kvxfer.Probe])
+def test_api_page_has_every_field_of_a_plain_type(one: type) -> None:
+    assert section_of_api_page(one.__name__) >= set(one.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("one", [kvxfer.Rights, kvxfer.Opcode])
+def test_api_page_has_every_member_of_an_enum(one: type[enum.IntEnum | enum.IntFlag]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+
+    assert set(re.findall(rf"`{one.__name__}\.([A-Z_]+)`", page)) == set(one.__members__)
+
+
+def test_api_page_has_every_method_of_the_settings() -> None:
+    methods = {name for name, value in vars(kvxfer.EngineConfig).items() if not name.startswith("_")}
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+
+    for name in methods - set(kvxfer.EngineConfig.__dataclass_fields__):
+        assert re.search(rf"`(EngineConfig\.)?{name}\(", page), name
+
+
+class ErrorRow(NamedTuple):
+    """A row of the table of errors; depth: 0 for the base of all."""
+
+    depth: int
+    attributes: frozenset[str]
+    remedy: str
+
+
+def errors_of_api_page() -> dict[str, ErrorRow]:
+    """Return the rows of the table of errors in docs/api.md, in its order."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text().partition("## Errors\n")[2]
+    found = {}
+    for line in page.splitlines():
+        if (match := re.match(r"\| ((?:· )*)`(\w+)`", line)) is not None:
+            _, _, meaning, attributes, remedy, _ = (cell.strip() for cell in line.split("|"))
+            assert meaning
+            found[match[2]] = ErrorRow(match[1].count("·"), frozenset(re.findall(r"`(\w+)`", attributes)), remedy)
+    return found
+
+
+def test_api_page_has_every_error_with_its_place_attributes_and_remedy() -> None:
+    rows = errors_of_api_page()
+
+    assert set(rows) == set(errors.__all__)
+    above: list[str] = []
+    for name, row in rows.items():
+        one = getattr(errors, name)
+        above = [*above[: row.depth], name]
+        assert row.depth == 0 or one.__bases__[0].__name__ == above[-2], name
+        assert row.remedy, name
+        own = {
+            key for key in vars(one) if not key.startswith("_") and key != "retryable" and not callable(vars(one)[key])
+        }
+        told = row.attributes - {"message", "remedy", "values", "retryable"}
+        assert told == own | ({"errno"} if one is errors.VerbsError else set()), name
+        assert one.retryable == bool(re.search(r"\bagain\b", row.remedy)), name
 
 
 def test_every_error_is_exported_and_drawn() -> None:
