@@ -401,6 +401,27 @@ def test_variables_in_vain_are_told_once(caplog: pytest.LogCaptureFixture, monke
     assert "MC_MTU" not in told[0]
 
 
+def test_misspelt_variable_is_told_once_and_a_foreign_one_never(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_of, "_reported", set())
+    foreign = {
+        "MC_HOST_minio": "x",
+        "MC_SID": "1",
+        "MC_STORE_MEMCPY": "1",
+        "MC_MIN_PRC_PORT": "1",
+        "MC_CONFIG_DIR": "x",
+    }
+
+    for _ in range(2):
+        environment_of.warn_of_ignored({"MC_GID_INDX": "3", "MC_FORCE_TPC": "1", **foreign})
+
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "'MC_GID_INDX': 'not known: did you mean MC_GID_INDEX?'" in told
+    assert "'MC_FORCE_TPC': 'not known: did you mean MC_FORCE_TCP?'" in told
+    assert not [name for name in foreign if name in told]
+
+
 def test_no_variable_is_both_honoured_and_ignored() -> None:
     assert not set(environment_of.VARIABLES) & set(environment_of.IGNORED)
 

@@ -6,6 +6,7 @@ tells once in a process what is set in vain. Read next: `settings.py`.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -85,6 +86,7 @@ IGNORED: dict[str, str] = {
     "MC_FORCE_HCA": 'protocol "rdma" means it',
     "MC_FORCE_MNNVL": "of another transport",
     "MC_INTRANODE_NVLINK": "of another transport",
+    "MC_INTRA_NVLINK": "of another transport",
     "WITH_NVIDIA_PEERMEM": "GPU memory is refused",
     "MC_TCP_ENABLE_CONNECTION_POOL": "connections are always kept",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "a batch waits for its turn, however long it is",
@@ -101,16 +103,35 @@ IGNORED: dict[str, str] = {
 }
 """What is ignored, and why nothing is lost by that."""
 
+PREFIX = "MC_"
+OLD_NAMES = ("MC_MIN_PRC_PORT", "MC_MAX_PRC_PORT")
+CLOSE_ENOUGH = 0.85
+"""What `difflib` makes of a letter left out, doubled or swapped in a name of ten. No variable of Mooncake's own that is
+not listed here comes as close (those of 0.3.13 were compared), nor do Midnight Commander's or MinIO's MC_ ones."""
+
 _reported: set[str] = set()
 
 
 def warn_of_ignored(environment: Mapping[str, str]) -> None:
-    """Log, once in a process, which variables are set in vain."""
-    found = [name for name in IGNORED if name in environment and name not in _reported]
-    if found:
-        _reported.update(found)
-        told = {name: IGNORED[name] for name in found}
+    """Log, once in a process, which variables are set in vain: those of IGNORED, and misspelt ones."""
+    found = {name: IGNORED[name] for name in IGNORED if name in environment} | _find_misspelt(environment)
+    told = {name: why for name, why in found.items() if name not in _reported}
+    if told:
+        _reported.update(told)
         get_logger(__name__).warning("mooncake.variables_ignored", variables=told)
+
+
+def _find_misspelt(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose names are close to a known one; others that begin with MC_ are somebody else's."""
+    known = {name for name in (*VARIABLES, *IGNORED, *OLD_NAMES) if name.startswith(PREFIX)}
+    words = [name.removeprefix(PREFIX) for name in known]  # with it any two names look alike
+    found = {}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            guesses = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1, CLOSE_ENOUGH)
+            if guesses:
+                found[name] = f"not known: did you mean {PREFIX}{guesses[0]}?"
+    return found
 
 
 def is_on(environment: Mapping[str, str], name: str) -> bool:
