@@ -187,7 +187,9 @@ class Logger:
             told = " ".join(
                 f"{name}={value!r}" if isinstance(value, str) else f"{name}={value}" for name, value in fields.items()
             )
-            self._plain.log(level, "%s %s", event, told)
+            # Without a handler `logging` prints the bare text: who says it, and how grave it is, is then in the text.
+            prefix = "" if self._plain.hasHandlers() else f"kvxfer: {method}: "
+            self._plain.log(level, "%s%s %s", prefix, event, told)
 
 
 def get_logger(name: str) -> Logger:

@@ -33,7 +33,7 @@ def test_unconfigured_nothing_on_stdout_and_only_warnings_on_stderr(before: str)
     done = run_child(before)
 
     assert done.stdout == ""
-    assert done.stderr == "engine.address_unsure address='127.0.0.1' count=3\n"
+    assert done.stderr == "kvxfer: warning: engine.address_unsure address='127.0.0.1' count=3\n"
 
 
 @pytest.mark.slow
@@ -41,6 +41,7 @@ def test_logging_shows_all_levels_once_the_application_asks() -> None:
     done = run_child("import logging; logging.basicConfig(level=logging.DEBUG)\n")
 
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["DEBUG", "INFO", "WARNING"]
+    assert "kvxfer: warning" not in done.stderr  # the handler has said both
 
 
 @pytest.mark.slow
