@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import ConfigError
-from kvxfer.text import clean, show
+from kvxfer.text import clean, name_kind, show
 
 __all__ = ["HostPort", "choose_advertised_host", "format_host_port", "is_wildcard", "parse_host_port"]
 
@@ -32,7 +32,7 @@ def parse_host_port(text: str, default_port: int | None = None) -> HostPort:
     Raises ConfigError that says what is wrong with it.
     """
     if not isinstance(text, str):
-        raise _refuse(text, f"it is a {type(text).__name__}, not text")
+        raise _refuse(text, f"it is {name_kind(text)}, not text")
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(host):

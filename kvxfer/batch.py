@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvxfer.errors import KvxferError, TransferCancelledError, TransferError, TransferTimeoutError, UsageError
 from kvxfer.limits import shortages_told
-from kvxfer.text import format_seconds, show
+from kvxfer.text import format_count, format_seconds, show
 from kvxfer.transports.base import Endpoint, Transfer, is_owned
 from kvxfer.types import Opcode
 
@@ -228,7 +228,7 @@ class TransferBatch:
     def __str__(self) -> str:
         direction = "to" if self._transfer.opcode is Opcode.WRITE else "from"
         return (
-            f"{self._transfer.opcode.name} of {self.row_count} rows, {self.nbytes} bytes, "
+            f"{self._transfer.opcode.name} of {format_count(self.row_count, 'row')}, {self.nbytes} bytes, "
             f"{direction} {self.segment.address} over {self.transport}"
         )
 

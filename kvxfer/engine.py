@@ -15,10 +15,10 @@ from kvxfer.config import EngineConfig
 from kvxfer.errors import TransferCancelledError, UsageError
 from kvxfer.memory import Region
 from kvxfer.notifications import Notification
-from kvxfer.planning import Addresses, block_addresses, plan
+from kvxfer.planning import Addresses, block_addresses, check_block_counts, plan
 from kvxfer.runtime import Runtime
 from kvxfer.segment import Segment
-from kvxfer.text import show
+from kvxfer.text import name_kind, show
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights
 
 __all__ = ["TransferEngine"]
@@ -238,6 +238,7 @@ class TransferEngine:
         there = self._find_regions(segment, src_region, dst_region)
         local = block_addresses("src_ids", src_region, src_ids, block_nbytes)
         remote = block_addresses("dst_ids", there, dst_ids, block_nbytes)
+        check_block_counts(local, remote)
         self.write(segment, local, remote, block_nbytes, notify=notify, timeout_s=timeout_s)
 
     def read_blocks(
@@ -256,6 +257,7 @@ class TransferEngine:
         there = self._find_regions(segment, dst_region, src_region)
         local = block_addresses("dst_ids", dst_region, dst_ids, block_nbytes)
         remote = block_addresses("src_ids", there, src_ids, block_nbytes)
+        check_block_counts(remote, local)
         self.read(segment, local, remote, block_nbytes, notify=notify, timeout_s=timeout_s)
 
     def wait_all(self, batches: Sequence[TransferBatch], timeout_s: float | None = None) -> None:
@@ -361,7 +363,7 @@ class TransferEngine:
 def _check_notify(notify: bytes, nbytes_max: int) -> None:
     if not isinstance(notify, bytes):
         raise UsageError(
-            f"notify is a {type(notify).__name__}; it must be bytes.",
+            f"notify is {name_kind(notify)}; it must be bytes.",
             remedy="Encode text first: notify=text.encode().",
         )
     if len(notify) > nbytes_max:

@@ -18,11 +18,11 @@ from kvxfer.memory.access import access_denied
 from kvxfer.memory.slices import IndexColumn
 from kvxfer.peer_connection import PeerConnection
 from kvxfer.remote_table import RemoteTable
-from kvxfer.text import show
+from kvxfer.text import format_count, name_kind, show
 from kvxfer.transports.base import Endpoint, Transfer
 from kvxfer.types import AddressColumn, Opcode, RegionDescriptor
 
-__all__ = ["Addresses", "block_addresses", "plan"]
+__all__ = ["Addresses", "block_addresses", "check_block_counts", "plan"]
 
 Addresses = int | Sequence[int] | npt.NDArray[np.integer[Any]]
 """One address, or a column of them."""
@@ -170,6 +170,11 @@ def block_addresses(
             remedy="Pass the size of one block in bytes.",
         )
     block_nbytes = int(block_nbytes)
+    if isinstance(ids, (Region, RegionDescriptor)):
+        raise UsageError(
+            f"{argument} is {name_kind(ids)}, not a column of block numbers.",
+            remedy="Pass each region before the numbers of its blocks.",
+        )
     numbers = np.asarray(ids)
     if numbers.ndim != 1 or numbers.size == 0 or numbers.dtype.kind not in "iu":
         raise UsageError(
@@ -187,3 +192,14 @@ def block_addresses(
             rows=tuple(bad[:1000].tolist()),
         )
     return region.address + numbers.astype(np.int64) * block_nbytes
+
+
+def check_block_counts(src: AddressColumn, dst: AddressColumn) -> None:
+    """Raise UsageError where there is not one block to write for each block to read."""
+    if len(src) != len(dst):
+        raise UsageError(
+            f"src_ids has {format_count(len(src), 'block')}, dst_ids has {len(dst)}.",
+            remedy="Give every block of the source its block of the destination.",
+            src_count=len(src),
+            dst_count=len(dst),
+        )

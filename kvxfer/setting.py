@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.errors import ConfigError
-from kvxfer.text import clean, show
+from kvxfer.text import clean, name_kind, show
 
 __all__ = ["PREFIX", "Setting"]
 
@@ -85,7 +85,7 @@ class Setting:
         else:
             fits = self.parse is str and isinstance(value, str) and value.strip() != "" and "\0" not in value
         if not fits:
-            shown = f"a {type(value).__name__}" if self.name == "key" else show(value, 200)
+            shown = name_kind(value) if self.name == "key" else show(value, 200)
             raise ConfigError(
                 f"{self.name} is {shown}{problem}; it takes {self.allowed}.",
                 remedy=f"{self.meaning[:1].upper()}{self.meaning[1:]}; the default is {self.default!r}.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 
-__all__ = ["clean", "format_seconds", "guess_protocol", "join_reasons", "show"]
+__all__ = ["clean", "format_count", "format_seconds", "guess_protocol", "join_reasons", "name_kind", "show"]
 
 _STRANGERS: tuple[tuple[bytes, str], ...] = (
     (b"SSH-", "an SSH server"),
@@ -37,7 +37,15 @@ def show(value: object, length_max: int = 80) -> str:
     try:
         return clean(repr(value), length_max)
     except Exception:  # its own __repr__ fails: that is not what the message is about
-        return f"a {type(value).__name__}"
+        return name_kind(value)
+
+
+def name_kind(value: object) -> str:
+    """Return the type of what a caller passed, with its article: "a str", "an int", "bytes", "None"."""
+    if value is None or type(value) is bytes:
+        return "None" if value is None else "bytes"
+    name = type(value).__name__
+    return f"{'an' if name.startswith((*'aeioAEIO', 'ndarray')) else 'a'} {name}"
 
 
 def guess_protocol(first_bytes: bytes) -> str:
@@ -48,6 +56,11 @@ def guess_protocol(first_bytes: bytes) -> str:
 def join_reasons(reasons: Mapping[str, str]) -> str:
     """Return "name: reason; name: reason" without a full stop at its end, whether or not the reasons have one."""
     return "; ".join(f"{name}: {reason.removesuffix('.')}" for name, reason in reasons.items())
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def format_seconds(seconds: float) -> str:

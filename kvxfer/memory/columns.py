@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import UsageError
+from kvxfer.text import format_count, name_kind
 from kvxfer.types import ADDRESS_MAX, AddressColumn
 
 __all__ = ["Integers", "Rows", "as_columns", "as_rows", "bounds"]
@@ -22,6 +23,8 @@ __all__ = ["Integers", "Rows", "as_columns", "as_rows", "bounds"]
 Integers: TypeAlias = "int | np.integer[Any] | Sequence[int] | npt.NDArray[Any]"
 
 _INT64 = np.dtype(np.int64)
+ADDRESS_ITEM_NBYTES_MIN = 4
+"""An array of shorter integers cannot hold addresses: it is the memory itself, given for its address."""
 
 
 class Rows:
@@ -56,10 +59,12 @@ def as_rows(local: Integers, remote: Integers, nbytes: Integers) -> Rows:
     """Return the three columns of a batch as int64, one row per request.
 
     local, remote: addresses; nbytes: byte counts, or one count for all rows. Each is an int (one row), a sequence of
-    ints or an integer array of any width. All are copied: the caller may use its arrays again at once.
+    ints or an integer array: of 32 or 64 bits for addresses, of any width for counts. All are copied: the caller may
+    use its arrays again at once.
 
-    Raises UsageError naming the argument, and the first row where one row is the reason: floats, bools, more than one
-    dimension, no rows, different lengths, a count below 1, an address that is negative or whose range leaves 2**63.
+    Raises UsageError naming the argument, and the first row where one row is the reason: a Region or its memory for an
+    address, floats, bools, more than one dimension, no rows, different lengths, a count below 1, an address that is
+    negative or whose range leaves 2**63.
     """
     local_column = _as_column("local", local)
     remote_column = _as_column("remote", remote)
@@ -109,20 +114,29 @@ def _as_column(name: str, value: Any) -> AddressColumn:
         column = _from_sequence(name, value)
     elif _is_scalar(value) and not isinstance(value, bool):
         column = _from_sequence(name, [value]) if isinstance(value, int) else np.asarray(value).reshape(1)
-    elif isinstance(value, (str, bytes, bytearray, memoryview)):
-        _refuse_kind(name, f"a {type(value).__name__}")
+    elif isinstance(value, str) or value is None:
+        _refuse_kind(name, f"it is {name_kind(value)}")
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        if name == "nbytes":
+            _refuse_kind(name, f"it is {name_kind(value)}")
+        _refuse_data(name, name_kind(value))
     elif isinstance(value, range):
         column = _from_sequence(name, value)
     elif hasattr(value, "address"):  # a Region, which numpy would take for the bytes in it
-        _refuse_kind(name, f"of a {type(value).__name__}")
+        _refuse_region(name, f"it is {name_kind(value)}")
     else:
         column = np.asarray(value)
     if column.shape == (0,):
         raise UsageError(f"{name} is empty: a batch has at least one row.", remedy="Skip empty batches.", argument=name)
-    if column.dtype.kind not in "iu":
-        _refuse_kind(name, f"of {type(value).__name__}, dtype {column.dtype}")
+    kind = f"{name_kind(value)} of dtype {column.dtype}" if column.ndim else name_kind(value)
+    is_integer = column.dtype.kind in "iu"
+    is_short = is_integer and column.dtype.itemsize < ADDRESS_ITEM_NBYTES_MIN
+    if column.ndim and name != "nbytes" and (is_short or column.dtype.kind in "fb"):
+        _refuse_data(name, kind)
+    if not is_integer:
+        _refuse_kind(name, f"it is {kind}")
     if column.ndim != 1:
-        _refuse_kind(name, f"of {column.ndim} dimensions, shape {column.shape}")
+        _refuse_kind(name, f"it has {column.ndim} dimensions, shape {column.shape}")
     if column.dtype == np.uint64:
         return _from_uint64(name, column)
     return np.array(column, np.int64, order="C")
@@ -152,10 +166,11 @@ def _refuse_sequence(name: str, value: Sequence[Any]) -> NoReturn:
         except TypeError:
             number = None
         if number is None or isinstance(item, bool):
-            _refuse_kind(name, f"whose row {row} is a {type(item).__name__}", row=row)
+            refuse = _refuse_region if hasattr(item, "address") else _refuse_kind
+            refuse(name, f"its row {row} is {name_kind(item)}", row=row)
         if not -ADDRESS_MAX <= number <= ADDRESS_MAX:
             _refuse_value(name, row, number, "is beyond 2**63")
-    _refuse_kind(name, "that changed while it was read")
+    _refuse_kind(name, "it changed while it was read")
 
 
 def _from_uint64(name: str, column: npt.NDArray[Any]) -> AddressColumn:
@@ -190,21 +205,28 @@ def _refuse_value(name: str, row: int, value: int, reason: str) -> NoReturn:
     )
 
 
-def _refuse_kind(name: str, reason: str, **values: Any) -> NoReturn:
-    is_region = "Region" in reason  # a Region or a RegionDescriptor, for the address where it begins
-    raise UsageError(
-        f"{name} is not a column of integers: it is one {reason}.",
-        remedy="Pass region.address, or region.address + offsets."
-        if is_region
-        else "Pass an int, a flat sequence of ints or a one-dimensional integer array.",
-        argument=name,
-        **values,
-    )
+def _refuse_kind(
+    name: str,
+    reason: str,
+    remedy: str = "Pass an int, a flat sequence of ints or a one-dimensional integer array.",
+    **values: Any,
+) -> NoReturn:
+    raise UsageError(f"{name} is not a column of integers: {reason}.", remedy=remedy, argument=name, **values)
+
+
+def _refuse_region(name: str, reason: str, **values: Any) -> NoReturn:
+    remedy = "Pass region.address + offsets, or use write_blocks and read_blocks, which take regions."
+    _refuse_kind(name, reason, "Pass the count in bytes." if name == "nbytes" else remedy, **values)
+
+
+def _refuse_data(name: str, kind: str) -> NoReturn:
+    remedy = "Register it and pass region.address + offsets, as integers of 32 or 64 bits."
+    _refuse_kind(name, f"it is {kind}, which is data, not addresses", remedy)
 
 
 def _refuse_lengths(name: str, count: int, expected: int) -> NoReturn:
     raise UsageError(
-        f"the columns differ in length: local has {expected} rows, {name} has {count}.",
+        f"the columns differ in length: local has {format_count(expected, 'row')}, {name} has {count}.",
         remedy="Give every row a local address, a remote address and a count; one int as nbytes stands for all rows.",
         argument=name,
         row_count=count,

@@ -31,6 +31,7 @@ from kvxfer.errors import (
 )
 from kvxfer.memory.buffers import BufferView
 from kvxfer.memory.slices import distinct
+from kvxfer.text import format_count
 from kvxfer.types import AddressColumn, RegionDescriptor, Rights
 
 __all__ = ["Region", "RegionKeys", "RegionSnapshot", "RegionTable", "Reservation", "Side"]
@@ -113,7 +114,8 @@ class Region:
         return str(self.descriptor())
 
     def __repr__(self) -> str:
-        return f"<Region {self.region_id}: {self}, {self.state.value}, {self.reference_count} references>"
+        references = format_count(self.reference_count, "reference")
+        return f"<Region {self.region_id}: {self}, {self.state.value}, {references}>"
 
 
 class _Held:
@@ -401,7 +403,7 @@ class RegionTable:
                 return False
             if region.local_use_count:
                 raise RegionBusyError(
-                    f"{region} is used by {region.local_use_count} running transfers of this process.",
+                    f"{region} is used by {format_count(region.local_use_count, 'running transfer')} of this process.",
                     remedy="Wait for them or cancel them, then unregister it.",
                     region_id=region_id,
                     use_count=region.local_use_count,

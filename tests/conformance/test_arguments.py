@@ -156,6 +156,32 @@ def test_numbers_of_numpy_are_sizes() -> None:
         assert type(region.nbytes) is int
 
 
+@pytest.mark.parametrize("call", ["write", "read", "submit_write", "submit_read"])
+def test_a_region_in_the_place_of_an_address_is_told_as_such(stage: Stage, call: str) -> None:
+    here, there = stage.here, stage.segment.region("there")
+    move = getattr(stage.engine, call)
+
+    for local, remote, words in (
+        (here, there.address, "local .* it is a Region"),
+        (here.array, there.address, "local .* it is an ndarray of dtype uint8, which is data"),
+        (here.address, there, "remote .* it is a RegionDescriptor"),
+    ):
+        with pytest.raises(UsageError, match=words) as caught:
+            move(stage.segment, local, remote, 64)
+        assert "region.address + offsets" in caught.value.remedy
+
+
+def test_blocks_are_told_of_by_the_names_of_their_arguments(stage: Stage) -> None:
+    engine, segment, here = stage.engine, stage.segment, stage.here
+
+    with pytest.raises(UsageError, match=r"^src_ids has 3 blocks, dst_ids has 2\."):
+        engine.write_blocks(segment, here, [0, 1, 2], "there", [0, 1], block_nbytes=64)
+    with pytest.raises(UsageError, match=r"^src_ids has 1 block, dst_ids has 2\."):
+        engine.read_blocks(segment, here, [0, 1], "there", [0], block_nbytes=64)
+    with pytest.raises(UsageError, match=r"^src_ids is a Region, not a column of block numbers"):
+        engine.write_blocks(segment, here, here, "there", [0], block_nbytes=64)  # type: ignore[arg-type]
+
+
 def test_a_time_that_is_not_a_number_starts_nothing(stage: Stage) -> None:
     with pytest.raises(UsageError, match="timeout_s is 'soon'"):
         stage.engine.submit_write(stage.segment, stage.here.address, stage.there.address, 64, timeout_s="soon")  # type: ignore[arg-type]

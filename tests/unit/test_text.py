@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvxfer.text import format_seconds, guess_protocol, join_reasons
+from kvxfer.text import format_count, format_seconds, guess_protocol, join_reasons, name_kind
 
 
 def test_reasons_are_joined_with_and_without_their_stops() -> None:
@@ -23,3 +24,14 @@ def test_times_have_three_digits(seconds: float, told: str) -> None:
 def test_protocols_are_known_by_their_first_bytes() -> None:
     assert guess_protocol(b"HTTP/1.1 400") == "an HTTP server"
     assert guess_protocol(b"\0\0\0") == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(1, "an int"), ("", "a str"), (b"", "bytes"), (None, "None"), (np.zeros(1), "an ndarray")]
+)
+def test_kinds_have_their_article(value: object, told: str) -> None:
+    assert name_kind(value) == told
+
+
+def test_one_is_counted_in_the_singular() -> None:
+    assert [format_count(count, "row") for count in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]

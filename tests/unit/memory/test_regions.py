@@ -504,7 +504,7 @@ def test_region_of_a_running_transfer_is_busy_and_stays(table: RegionTable) -> N
     table.acquire((region,), "local")
     before = table.snapshot()
 
-    with pytest.raises(RegionBusyError, match="used by 1 running transfers of this process"):
+    with pytest.raises(RegionBusyError, match="used by 1 running transfer of this process"):
         table.retire(region.region_id)
 
     assert table.snapshot() is before
@@ -608,5 +608,5 @@ def test_region_tells_what_it_is(table: RegionTable) -> None:
     region = register(table, memory_at(0), "kv")
 
     assert str(region) == "region 'kv' [0x7f0000000000, 0x7f0000100000) 1048576 bytes, read+write"
-    assert repr(region) == f"<Region {region.region_id}: {region}, registered, 1 references>"
+    assert repr(region) == f"<Region {region.region_id}: {region}, registered, 1 reference>"
     assert region.end == BASE + MIB

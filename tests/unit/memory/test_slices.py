@@ -58,7 +58,9 @@ def test_every_kind_of_integers_gives_the_same_column(make: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
 def test_narrow_integers_are_widened(dtype: type[np.integer[Any]]) -> None:
-    local, _, nbytes = as_columns(np.array([1, 100], dtype), [1, 2], np.array([127, 127], dtype))
+    addresses = np.array([1, 100], np.promote_types(dtype, np.int32))
+
+    local, _, nbytes = as_columns(addresses, [1, 2], np.array([127, 127], dtype))
 
     assert (local + nbytes).tolist() == [128, 227]
 
@@ -90,20 +92,20 @@ def test_columns_are_the_callers_to_use_again_at_once() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ([1, 2.0], "row 1 is a float"),
-        ([1, True], "row 1 is a bool"),
-        ([1, None], "row 1 is a NoneType"),
-        ([1, "2"], "row 1 is a str"),
-        ([[1], [2]], "row 0 is a list"),
-        (np.array([1.0, 2.0]), "dtype float64"),
-        (np.array([True, True]), "dtype bool"),
-        (np.array([1, 2], object), "dtype object"),
-        (np.ones((2, 2), int), r"2 dimensions, shape \(2, 2\)"),
-        (True, "bool"),
-        (1.5, "float"),
-        (None, "NoneType"),
-        ("12", "str"),
-        (b"12", "bytes"),
+        ([1, 2.0], "its row 1 is a float"),
+        ([1, True], "its row 1 is a bool"),
+        ([1, None], "its row 1 is None"),
+        ([1, "2"], "its row 1 is a str"),
+        ([[1], [2]], "its row 0 is a list"),
+        (np.array([1.0, 2.0]), "it is an ndarray of dtype float64"),
+        (np.array([True, True]), "it is an ndarray of dtype bool"),
+        (np.array([1, 2], object), "it is an ndarray of dtype object"),
+        (np.ones((2, 2), int), r"it has 2 dimensions, shape \(2, 2\)"),
+        (True, "it is a bool"),
+        (1.5, "it is a float"),
+        (None, "it is None"),
+        ("12", "it is a str"),
+        (b"12", "it is bytes"),
     ],
     ids=repr,
 )
@@ -114,6 +116,40 @@ def test_what_is_no_column_of_integers_is_refused_by_name(side: str, bad: Any, w
         as_columns(**arguments)
 
     assert caught.value.values["argument"] == side
+
+
+REGION = RegionDescriptor(1, "pool", BASE, MIB, Rights.ALL)
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (REGION, "it is a RegionDescriptor"),
+        ([BASE, REGION], "its row 1 is a RegionDescriptor"),
+        (np.zeros(64, np.uint8), "it is an ndarray of dtype uint8, which is data, not addresses"),
+        (np.zeros(64, np.int8), "dtype int8, which is data"),
+        (np.zeros(64, np.uint16), "dtype uint16, which is data"),
+        (np.zeros((4, 16), np.float32), "dtype float32, which is data"),
+        (np.zeros(64, bool), "dtype bool, which is data"),
+        (array.array("B", b"ab"), "it is an array of dtype uint8, which is data"),
+        (b"ab", "it is bytes, which is data"),
+        (memoryview(b"ab"), "it is a memoryview, which is data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_memory_in_the_place_of_its_address_is_told_as_such(side: str, memory: Any, words: str) -> None:
+    arguments: dict[str, Any] = {"local": [BASE, BASE], "remote": [BASE, BASE], "nbytes": 64, side: memory}
+
+    with pytest.raises(UsageError, match=f"^{side} is not a column of integers: .*{words}") as caught:
+        as_columns(**arguments)
+
+    assert "region.address + offsets" in caught.value.remedy
+
+
+def test_memory_is_refused_before_the_other_columns_are_compared_with_it() -> None:
+    with pytest.raises(UsageError, match="local is not a column of integers: it is an ndarray of dtype uint8"):
+        as_columns(np.zeros(MIB, np.uint8), [BASE, BASE], 64)
 
 
 @pytest.mark.parametrize("side", ["local", "remote", "nbytes"])
