@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxfer.errors import AccessDeniedError, NotRegisteredError, UsageError
-from kvxfer.memory import Region, RegionTable, Rows, as_rows, coalesce, distinct, locate
+from kvxfer.memory import Region, RegionSnapshot, RegionTable, Rows, as_rows, coalesce, distinct, locate
 from kvxfer.memory.access import access_denied
 from kvxfer.memory.slices import IndexColumn
 from kvxfer.peer_connection import PeerConnection
@@ -103,7 +103,12 @@ def _plan_rows(
     deadline: float,
 ) -> tuple[Transfer, Endpoint, RemoteTable]:
     rows = as_rows(local, remote, nbytes)
-    used, here = _find_regions(rows.local, rows.local_bounds, rows, table.snapshot(), "local")
+    snapshot = table.snapshot()
+    try:
+        used, here = _find_regions(rows.local, rows.local_bounds, rows, snapshot, "local")
+    except NotRegisteredError as exc:
+        _refuse_swapped(exc, rows, snapshot, peer)
+        raise
     if opcode is Opcode.READ:
         for index, region in enumerate(used):
             if region.view.read_only:
@@ -158,6 +163,20 @@ def _find_regions(
     at = distinct(index, len(table.regions))
     found = tuple([table.regions[i] for i in at.tolist()])
     return found, None if len(found) == 1 else at.searchsorted(index)
+
+
+def _refuse_swapped(exc: NotRegisteredError, rows: Rows, snapshot: RegionSnapshot, peer: PeerConnection) -> None:
+    """Raise an error that says more where each address of a row lies in a region of the other side."""
+    row = int(exc.values["row"])
+    local, remote, nbytes = (column.item(row) for column in (rows.local, rows.remote, rows.nbytes))
+    there, here = peer.transfers.table.find(local, nbytes), snapshot.find(remote, nbytes)
+    if there is not None and here is not None:
+        raise NotRegisteredError(
+            f"row {row}: local {local:#x} lies in {peer.address}'s {there}, and remote {remote:#x} in {here} of this "
+            "engine: the two are swapped.",
+            remedy="Pass the addresses of this process before those of the peer, to write and to read alike.",
+            **exc.values,
+        ) from None
 
 
 def block_addresses(

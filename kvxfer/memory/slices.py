@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvxfer.errors import ConfigError, NotRegisteredError
 from kvxfer.memory.chunks import ChunkArray
 from kvxfer.memory.columns import bounds
+from kvxfer.text import format_count
 from kvxfer.types import ADDRESS_MAX, AddressColumn
 
 __all__ = [
@@ -45,6 +46,8 @@ SLICE_DTYPE = np.dtype(
 
 MESSAGE_NBYTES_MAX = 2**31  # InfiniBand Architecture 1.4, 9.7.2: an RC message is at most 2**31 bytes
 _REPORTED_ROWS_MAX = 1000  # bad rows listed on an error; a batch of 100,000 garbage rows must not make a huge one
+OFFSET_MAX = 64 << 10  # vm.mmap_min_addr: below it a process has no memory
+FAR_NBYTES = 1 << 40  # a distance beyond it tells nobody anything
 ROW_NUMBERS_KEPT = 1 << 17
 """1 MiB; a batch of 100,000 rows needs them twice, at 60 us each."""
 _EXACT_SUM_MAX = 2.0**62  # below it no int64 sum of the same column wraps, whatever the rounding
@@ -110,9 +113,11 @@ def _refuse_rows(
     address, count = int(addresses[row]), int(nbytes[row])
     others = f" ({len(rows)} of {len(bad)} rows are bad.)" if len(rows) > 1 else ""
     raise NotRegisteredError(
-        f"row {row}: {side} [{address:#x}, {address + count:#x}), {count} bytes, is not inside one registered region: "
-        f"{_explain(address, count, starts.tolist(), ends.tolist(), regions)}.{others}",
-        remedy="Register the whole range as one region, or check the address and the count of that row.",
+        f"row {row}: {side} [{address:#x}, {address + count:#x}), {format_count(count, 'byte')}, is not inside one "
+        f"registered region: {_explain(address, count, starts.tolist(), ends.tolist(), regions)}.{others}",
+        remedy="Columns are absolute addresses: pass region.address + offset."
+        if _is_offset(address, starts, ends)
+        else "Register the whole range as one region, or check the address and the count of that row.",
         row=row,
         rows=tuple(rows[:_REPORTED_ROWS_MAX].tolist()),
         row_count=len(rows),
@@ -120,6 +125,11 @@ def _refuse_rows(
         address=address,
         nbytes=count,
     )
+
+
+def _is_offset(address: int, starts: AddressColumn, ends: AddressColumn) -> bool:
+    """Whether it looks like an offset into a region: it is below all of them, and no larger than one."""
+    return len(starts) > 0 and 0 <= address < starts.item(0) and address < max(OFFSET_MAX, int((ends - starts).max()))
 
 
 def _explain(address: int, nbytes: int, starts: list[int], ends: list[int], regions: Sequence[object]) -> str:
@@ -141,16 +151,21 @@ def _explain(address: int, nbytes: int, starts: list[int], ends: list[int], regi
                 f"it spans the adjacent {label(before)} and {label(after)}, and one row cannot; "
                 f"split it at {starts[after]:#x}"
             )
-        return f"it begins in {label(before)} and ends {address + nbytes - ends[before]} bytes past its end"
+        beyond = format_count(address + nbytes - ends[before], "byte")
+        return f"it begins in {label(before)} and ends {beyond} past its end"
     parts = []
     if before >= 0:
-        parts.append(f"the nearest before is {label(before)}, {address - ends[before]} bytes lower")
+        parts.append(f"the nearest before is {label(before)}{_distance(address - ends[before], 'lower')}")
     if has_after:
         overlap = address + nbytes > starts[after]
-        distance = f"which it enters after {starts[after] - address} bytes" if overlap else ""
-        distance = distance or f"{starts[after] - address - nbytes} bytes higher"
-        parts.append(f"the nearest after is {label(after)}, {distance}")
+        entered = f", which it enters after {format_count(starts[after] - address, 'byte')}" if overlap else ""
+        distance = entered or _distance(starts[after] - address - nbytes, "higher")
+        parts.append(f"the nearest after is {label(after)}{distance}")
     return "; ".join(parts)
+
+
+def _distance(nbytes: int, direction: str) -> str:
+    return f", {format_count(nbytes, 'byte')} {direction}" if nbytes <= FAR_NBYTES else ""
 
 
 def distinct(index: IndexColumn, count: int) -> IndexColumn:

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer import EngineConfig, KvxferError, Opcode, Region, Rights, Segment, TransferBatch, TransferEngine, UsageError
+from kvxfer import (
+    EngineConfig,
+    KvxferError,
+    NotRegisteredError,
+    Opcode,
+    Region,
+    Rights,
+    Segment,
+    TransferBatch,
+    TransferEngine,
+    UsageError,
+)
 
 NBYTES = 1 << 16
 
@@ -169,6 +180,16 @@ def test_a_region_in_the_place_of_an_address_is_told_as_such(stage: Stage, call:
         with pytest.raises(UsageError, match=words) as caught:
             move(stage.segment, local, remote, 64)
         assert "region.address + offsets" in caught.value.remedy
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_addresses_of_the_wrong_sides_are_told_as_swapped(stage: Stage, call: str) -> None:
+    here, there = stage.here.address, stage.there.address
+
+    with pytest.raises(NotRegisteredError, match=r"^row 0: local .* lies in .*'there'.*'here'.* swapped\.") as caught:
+        getattr(stage.engine, call)(stage.segment, [there, here], [here, there], 64)
+
+    assert caught.value.rows == (0,)
 
 
 def test_blocks_are_told_of_by_the_names_of_their_arguments(stage: Stage) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvxfer.errors import ConfigError, NotRegisteredError, UsageError
 from kvxfer.memory import CHUNK_DTYPE, SLICE_DTYPE, as_columns, coalesce, cut_slices, locate, plan_chunks
+from kvxfer.text import format_count
 from kvxfer.types import RegionDescriptor, Rights
 
 BASE = 0x7F00_0000_0000
@@ -265,7 +266,7 @@ def test_tail_row_of_a_cut_request_is_found() -> None:  # B119
     ("address", "nbytes", "words"),
     [
         (BASE + 5 * MIB, 1, r"nearest before is region 'kv2' .* 0 bytes lower"),
-        (BASE + 5 * MIB - 1, 2, r"begins in region 'kv2' .* ends 1 bytes past its end"),
+        (BASE + 5 * MIB - 1, 2, r"begins in region 'kv2' .* ends 1 byte past its end"),
         (BASE + 3 * MIB, 16, rf"before is region 'kv1' .* {MIB} bytes lower; .*after .*'kv2' .* {MIB - 16} bytes h"),
         (BASE + 3 * MIB, 2 * MIB, rf"after is region 'kv2' .*, which it enters after {MIB} bytes"),
         (BASE - 16, 8, r"region: the nearest after is region 'kv0' .* 8 bytes higher"),
@@ -283,11 +284,29 @@ def test_row_outside_names_its_range_and_the_nearest_region(address: int, nbytes
         locate(addresses, counts, STARTS, ENDS, side=side, regions=REGIONS)
 
     assert str(caught.value).startswith(
-        f"row 1: {side} [{address:#x}, {address + nbytes:#x}), {nbytes} bytes, is not inside one registered region"
+        f"row 1: {side} [{address:#x}, {address + nbytes:#x}), {format_count(nbytes, 'byte')}, is not inside one "
+        "registered region"
     )
     assert "2 of 4 rows are bad" in str(caught.value)
     assert caught.value.rows == (1, 3)
     assert caught.value.values["address"] == address
+
+
+@pytest.mark.parametrize("address", [0, 65535, MIB - 1])
+def test_offset_in_the_place_of_an_address_is_told_as_such(address: int) -> None:
+    with pytest.raises(NotRegisteredError, match="the nearest after is region 'kv0'") as caught:
+        locate(column(address), column(1), STARTS, ENDS, regions=REGIONS)
+
+    assert "higher" not in str(caught.value)  # nobody can do anything with so many bytes
+    assert caught.value.remedy == "Columns are absolute addresses: pass region.address + offset."
+
+
+@pytest.mark.parametrize("address", [MIB, BASE - 16, BASE + 3 * MIB])
+def test_address_that_can_be_one_is_not_taken_for_an_offset(address: int) -> None:
+    with pytest.raises(NotRegisteredError) as caught:
+        locate(column(address), column(1), STARTS, ENDS)
+
+    assert "offset" not in caught.value.remedy
 
 
 @pytest.mark.parametrize("count", [1, 2])
