@@ -121,14 +121,15 @@ class TransferBatch:
         timeout_s: counted from now; None keeps the deadline set at submit. When it passes the batch has failed,
         finally: TransferTimeoutError is raised and not one byte more is written.
 
-        Raises the batch's error, at every call.
+        Raises the batch's error, at every call; UsageError for a time that is none, before anything else.
         """
         transfer = self._transfer
+        limit_s = None if timeout_s is None else check_timeout(timeout_s)
         if not transfer.finished:
-            deadline = self._deadline if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
+            deadline = self._deadline if limit_s is None else time.monotonic() + limit_s
             transfer.deadline = deadline
-            if timeout_s is not None:
-                self._limit_s = timeout_s
+            if limit_s is not None:
+                self._limit_s = limit_s
             try:
                 while not transfer.finished:
                     left = deadline - time.monotonic()
@@ -238,16 +239,18 @@ class TransferBatch:
 
 
 def check_timeout(timeout_s: object) -> float:
-    """Return a time in seconds as a float, infinite for no limit; raises UsageError for anything else."""
+    """Return a time in seconds of at least 0 as a float, infinite for no limit; raises UsageError for anything else."""
     if isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool):
         try:
             seconds = float(timeout_s)
         except OverflowError:
-            seconds = math.inf
-        if not math.isnan(seconds):
+            seconds = math.inf if timeout_s > 0 else -math.inf
+        if seconds >= 0.0:  # no number (nan) is not
             return seconds
     raise UsageError(
-        f"timeout_s is {show(timeout_s)}.", remedy="Pass a number of seconds, such as 5 or 0.25.", timeout_s=timeout_s
+        f"timeout_s is {show(timeout_s)}; it must be a number of seconds, at least 0.",
+        remedy="Pass seconds, such as 5 or 0.25; where a deadline may have passed, max(0.0, deadline - now).",
+        timeout_s=timeout_s,
     )
 
 
@@ -256,9 +259,10 @@ def wait_all(batches: list[TransferBatch], timeout_s: float | None = None) -> No
     for batch in batches:
         if not isinstance(batch, TransferBatch):
             raise UsageError(f"{show(batch)} is no batch.", remedy="Pass what submit_write and submit_read returned.")
-    deadline = None if timeout_s is None else time.monotonic() + check_timeout(timeout_s)
+    limit_s = None if timeout_s is None else check_timeout(timeout_s)
+    deadline = None if limit_s is None else time.monotonic() + limit_s
     try:
-        _move_all(list(batches), deadline, timeout_s)
+        _move_all(list(batches), deadline, limit_s)
     except BaseException as exc:
         for batch in batches:
             batch._let_go(exc)

@@ -174,7 +174,8 @@ class TransferEngine:
         order. notify: bytes that the peer's `notifications` shows once, after all rows are in place, or never.
         timeout_s: the deadline, from now; None for transfer_timeout_s.
 
-        Raises NotRegisteredError or AccessDeniedError naming the row, before anything is sent.
+        Raises UsageError for an argument that is none, NotRegisteredError or AccessDeniedError naming the row, before
+        anything is sent.
         """
         return self._submit(Opcode.WRITE, segment, local, remote, nbytes, notify, timeout_s)
 
@@ -202,6 +203,8 @@ class TransferEngine:
         timeout_s: float | None = None,
     ) -> None:
         """`submit_write` and wait; raises what made it fail. One short row in plain ints takes the shortest way."""
+        if timeout_s is not None:  # the shortest way does not look at it
+            check_timeout(timeout_s)
         if notify is not None or not self._copy_row(Opcode.WRITE, segment, local, remote, nbytes):
             self._submit(Opcode.WRITE, segment, local, remote, nbytes, notify, timeout_s).wait()
 
@@ -216,6 +219,8 @@ class TransferEngine:
         timeout_s: float | None = None,
     ) -> None:
         """`submit_read` and wait; raises what made it fail. One short row in plain ints takes the shortest way."""
+        if timeout_s is not None:  # the shortest way does not look at it
+            check_timeout(timeout_s)
         if notify is not None or not self._copy_row(Opcode.READ, segment, local, remote, nbytes):
             self._submit(Opcode.READ, segment, local, remote, nbytes, notify, timeout_s).wait()
 

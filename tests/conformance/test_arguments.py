@@ -203,6 +203,36 @@ def test_blocks_are_told_of_by_the_names_of_their_arguments(stage: Stage) -> Non
         engine.write_blocks(segment, here, here, "there", [0], block_nbytes=64)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "timeout_s", ["5", -1, -0.001, math.nan, -math.inf, -(10**400), True], ids=lambda v: str(v)[:9]
+)
+def test_a_time_that_is_none_is_refused_wherever_one_is_taken(stage: Stage, timeout_s: Any) -> None:
+    engine, row = stage.engine, (stage.segment, stage.here.address, stage.there.address, 64)
+    blocks, columns = (stage.segment, stage.here, [0], "there", [0]), (row[0], [row[1]], [row[2]], 64)
+    done = engine.submit_write(*row).wait()
+    stage.here.array[:64] = 1
+    stage.there.array[:64] = 2
+
+    for call in (
+        lambda: engine.write(*row, timeout_s=timeout_s),
+        lambda: engine.read(*row, timeout_s=timeout_s),
+        lambda: engine.write(*columns, timeout_s=timeout_s),
+        lambda: engine.write(*row, notify=b"1", timeout_s=timeout_s),
+        lambda: engine.submit_write(*row, timeout_s=timeout_s),
+        lambda: engine.submit_read(*row, timeout_s=timeout_s),
+        lambda: engine.write_blocks(*blocks, block_nbytes=64, timeout_s=timeout_s),
+        lambda: engine.read_blocks(*blocks, block_nbytes=64, timeout_s=timeout_s),
+        lambda: done.wait(timeout_s),
+        lambda: engine.wait_all([done], timeout_s),
+        lambda: engine.notifications(timeout_s),
+    ):
+        with pytest.raises(UsageError, match=r"^timeout_s is .*at least 0"):
+            call()
+
+    assert (stage.here.array[:64] == 1).all()
+    assert (stage.there.array[:64] == 2).all()
+
+
 def test_a_time_that_is_not_a_number_starts_nothing(stage: Stage) -> None:
     with pytest.raises(UsageError, match="timeout_s is 'soon'"):
         stage.engine.submit_write(stage.segment, stage.here.address, stage.there.address, 64, timeout_s="soon")  # type: ignore[arg-type]
