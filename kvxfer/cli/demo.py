@@ -34,7 +34,12 @@ LATENCY_WARM = 50
 REGISTERED = "shm (registered memory)"
 LEGEND = (
     "GB/s are 10^9 bytes, figures are medians. Ratios are to memcpy: a loop of memory copies over the same blocks "
-    "inside one process, by one thread, in the same rounds."
+    "inside one process, by one thread, in the same rounds. One can be above 1: two processes have the caches of two "
+    "cores, and other work on the machine may slow down the copy more than the transfer."
+)
+LATENCY_LEGEND = (
+    f"4 KiB p50 is one `write` of 4 KiB, its addresses given as plain ints: {LATENCY_COUNT:,} of them in a row. A call "
+    "after a pause, as those of `kvxfer bench --blocks 1` are, takes longer, because the caches hold something else."
 )
 WIDE_COLUMNS = 104
 """The width of the terminal from which the table has all its columns."""
@@ -266,6 +271,7 @@ def to_text(plan: Plan, outcomes: dict[str, Outcome], style: Style) -> str:
         _table(rows, style),
         "",
         style.paint(wrap(LEGEND, style, indent=""), "dim"),
+        style.paint(wrap(LATENCY_LEGEND, style, indent=""), "dim"),
     ]
     for outcome in outcomes.values():
         reason, remedy = _why_not(outcome)

@@ -247,9 +247,11 @@ class Lane:
         wrong = self.local.wrong_in_destination(self._salt)
         return seconds, wrong + (self.local.wrong_in_rest() if check_rest else 0)
 
-    def _columns(self, local_ids: Ids, remote_ids: Ids) -> tuple[Ids, Ids]:
+    def _columns(self, local_ids: Ids, remote_ids: Ids) -> tuple[Ids, Ids] | tuple[int, int]:
+        """Return the addresses, of a single block as plain ints: the call that a program makes for one block."""
         nbytes = self.local.plan.block_nbytes
-        return self._local_address + local_ids * nbytes, self._remote_address + remote_ids * nbytes
+        local, remote = self._local_address + local_ids * nbytes, self._remote_address + remote_ids * nbytes
+        return (int(local[0]), int(remote[0])) if len(local) == 1 else (local, remote)
 
 
 class ReadBack:

@@ -147,6 +147,18 @@ def test_bench_bars_end_at_the_width_and_go_on_to_memcpy(unicode: bool) -> None:
     assert bars[0].count(rest) == pytest.approx(bars[0].count(full), abs=1)
 
 
+def test_demo_and_bench_say_how_their_times_of_one_block_differ() -> None:
+    outcomes = {label: measured(label) for label in ("shm", REGISTERED, "tcp")}
+    single = replace(bench_row(), block_count=1)
+
+    shown = " ".join(demo.to_text(PLAN, outcomes, Style()).split())
+
+    assert "as plain ints: 1,000 of them in a row" in shown
+    assert "can be above 1" in shown
+    assert "`kvxfer demo`" in draw_rows([single], Style(), "a").replace("\n", " ")
+    assert "`kvxfer demo`" not in draw_rows([bench_row()], Style(), "a").replace("\n", " ")
+
+
 def test_bench_tells_wrong_blocks() -> None:
     text = draw_rows([bench_row(wrong=3)], Style(), "192.0.2.7:7777")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.cli.workload import Plan, Pool, copy_blocks, pool_nbytes_for
+from kvxfer.cli.workload import Lane, Plan, Pool, copy_blocks, pool_nbytes_for
 from kvxfer.errors import UsageError
 
 SALT = 77
@@ -125,6 +125,43 @@ def test_plain_copy_moves_the_blocks_of_the_plan() -> None:
 
     assert copy_blocks(pool.memory, plan) > 0
     assert pool.wrong_in_destination(SALT) == pool.wrong_in_rest() == 0
+
+
+class FakeEngine:
+    """Keeps the addresses that a lane hands over."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[object, object]] = []
+
+    def write(self, segment: object, local: object, remote: object, nbytes: int) -> None:
+        del segment, nbytes
+        self.given.append((local, remote))
+
+
+class FakeRemote:
+    how = "nobody"
+
+    def use(self, plan: Plan) -> None: ...
+
+    def prepare_write(self) -> None: ...
+
+    def prepare_read(self, salt: int) -> None: ...
+
+    def wrong_after_write(self, salt: int, *, check_rest: bool) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, int), (2, np.ndarray)])
+def test_single_block_is_moved_as_plain_ints_in_the_bench_as_in_the_demo(count: int, kind: type) -> None:
+    engine, plan = FakeEngine(), Plan(1 << 16, 4096, count)
+    pool = Pool(np.zeros(plan.pool_nbytes, np.uint8), 1)
+    lane = Lane("shm", engine, None, local=pool, remote=FakeRemote(), remote_address=1 << 20)  # type: ignore[arg-type]
+    lane.use(plan)
+
+    lane.run("write")
+    lane.latencies_s("write", 4096, 1)
+
+    assert [tuple(map(type, pair)) for pair in engine.given] == [(kind, kind), (int, int)]
 
 
 def test_pool_too_small_says_what_is_needed() -> None:
