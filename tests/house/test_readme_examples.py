@@ -51,7 +51,7 @@ def test_example_runs(example: Example, tmp_path: Path) -> None:
         return
 
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", str(file)],
+        run_command(file),
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
@@ -62,6 +62,35 @@ def test_example_runs(example: Example, tmp_path: Path) -> None:
 
     assert done.returncode == 0, f"README.md:{example.line}\n{done.stdout}{done.stderr}"
     assert "Exception ignored" not in done.stderr, done.stderr
+
+
+def run_command(file: Path) -> list[str]:
+    return [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", str(file)]
+
+
+@pytest.mark.slow
+def test_example_of_two_processes_runs(tmp_path: Path) -> None:
+    files = {}
+    for example in EXAMPLES:
+        if (match := re.match(r"# (\w+\.py)\n", example.code)) is not None:
+            files[match[1]] = tmp_path / match[1]
+            files[match[1]].write_text(example.code)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    with subprocess.Popen(run_command(files["decode.py"]), env=environment, text=True, **pipes) as decode:
+        try:
+            assert decode.stdout is not None
+            address = decode.stdout.readline().strip()
+            command = [*run_command(files["prefill.py"]), address]
+            prefill = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=50)
+            out, err = decode.communicate(timeout=50)
+        finally:
+            decode.kill()
+
+    assert (prefill.returncode, prefill.stdout, prefill.stderr) == (0, "", "")
+    assert (decode.returncode, err) == (0, "")
+    assert "sent b'request-17'; the first byte is 7" in out
 
 
 def test_blocks_are_found_with_their_line_and_marker() -> None:
