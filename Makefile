@@ -61,7 +61,7 @@ bench: $(INSTALLED) ## compare with the engines that are installed
 fuzz: $(DEV_INSTALLED) ## random engines, peers and faults for a long time
 	$(BIN)/python tests/fuzz/run.py
 
-wheel: $(DEV_INSTALLED) ## dist/kvxfer-*-py3-none-any.whl
+wheel: $(VENV_STAMP) ## dist/kvxfer-*-py3-none-any.whl
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 clean: ## remove what make made (not bench/.peers)
