@@ -357,7 +357,11 @@ def _add_shim_path(commands: Commands[argparse.ArgumentParser]) -> None:
         "print the folder that puts kvxfer in Mooncake's place",
         """
         Prints a folder for PYTHONPATH. A program that is started with it, and that imports mooncake.engine, gets
-        kvxfer's; docs/mooncake.md says what is different.
+        kvxfer's: the same calls, with shared memory between the processes of one host. Calls return Mooncake's
+        integers; the log has one line for each that failed, and kvxfer.compat.mooncake.last_error() the exception
+        behind it. initialize with "rdma" returns -6 where no RDMA device can carry data: KVXFER_ALLOW_FALLBACK=1 goes
+        on over tcp then, MC_FORCE_TCP=1 asks for tcp. MC_LOG_LEVEL=INFO shows what carries to each peer. All
+        differences, and what becomes of Mooncake's variables, are in docs/mooncake.md of the source.
         """,
         """
         PYTHONPATH=$(kvxfer shim-path) vllm serve ...

@@ -352,6 +352,13 @@ def test_mesh_of_engines_without_rdma_says_so_for_each_and_fails(serve: Serve, t
     assert {"mesh.asked", "mesh.answered"} <= {item["event"] for item in objects(out)}
 
 
+def test_help_of_the_drop_in_says_what_matters_without_the_source() -> None:
+    done = run("shim-path", "--help")
+
+    for name in ("last_error()", "KVXFER_ALLOW_FALLBACK=1", "MC_FORCE_TCP=1", "MC_LOG_LEVEL=INFO"):
+        assert name in done.stdout
+
+
 def test_doctor_says_why_a_transport_to_the_peer_was_passed_over() -> None:
     server = Serve("--size", "4MiB", "--transport", "tcp")
 
