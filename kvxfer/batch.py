@@ -244,7 +244,7 @@ def check_timeout(timeout_s: object) -> float:
         try:
             seconds = float(timeout_s)
         except OverflowError:
-            seconds = math.inf if timeout_s > 0 else -math.inf
+            seconds = -math.inf if timeout_s < 0 else math.inf
         if seconds >= 0.0:  # no number (nan) is not
             return seconds
     raise UsageError(
