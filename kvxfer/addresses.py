@@ -33,6 +33,9 @@ def parse_host_port(text: str, default_port: int | None = None) -> HostPort:
     """
     if not isinstance(text, str):
         raise _refuse(text, f"it is {name_kind(text)}, not text")
+    scheme, is_url, _ = text.partition("://")
+    if is_url:
+        raise _refuse(text, f"it is a URL; leave out {scheme}://")
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(host):

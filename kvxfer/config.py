@@ -33,9 +33,10 @@ from kvxfer.rdma_names import (
 from kvxfer.setting import PREFIX, Setting
 from kvxfer.text import show
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "closest_variable"]
 
 TRANSPORT_NAMES = ("shm", "rdma", "tcp")
+CLOSE = 0.75  # difflib's ratio of PROT and PORT: below it two short names have hardly more than a letter in common
 KEY_NBYTES_MIN = 8  # what a person would not guess at one attempt per connection
 OTHER_VARIABLES = frozenset(
     {
@@ -87,6 +88,14 @@ def _count(unit: str, default: Any, meaning: str, source: str, *, low: int, high
     return _setting(unit, default, meaning, source, low=low, high=high, parse=int)
 
 
+def _parse_host(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError("it is no address or name of a host")
+    if value.count(":") == 1 or "]:" in value:
+        raise ValueError(f"it has a port in it, which is the setting port ({PREFIX}PORT)")
+    return value
+
+
 def _parse_interface(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[^\s/:]{1,15}", value):  # dev_valid_name of the kernel
         raise ValueError("it is no name of an interface")
@@ -108,7 +117,11 @@ class EngineConfig:
     """The settings of one engine; `settings()` lists them with unit, range and source."""
 
     host: str = _setting(
-        "host", "127.0.0.1", "address or name to listen on", "reachable from this host only, until told otherwise"
+        "host",
+        "127.0.0.1",
+        "address or name to listen on",
+        "reachable from this host only, until told otherwise",
+        convert=_parse_host,
     )
     port: int = _count(
         "port", 0, "port to listen on; 0 takes any free one", "no two engines ever clash", low=0, high=65535
@@ -361,15 +374,18 @@ class EngineConfig:
         rows = {row.name: row for row in cls.settings()}
         for name in arguments:
             if name not in rows:
+                near = _closest(name, rows)
+                hint = f"; did you mean {near}?" if near else "."
                 raise ConfigError(
-                    f"there is no setting {name!r}{_closest(name, rows)}.",
+                    f"there is no setting {name!r}{hint}",
                     remedy="EngineConfig.settings() lists all.",
                     setting=name,
                 )
         for unknown in cls.unknown_variables(environment):
             if unknown not in _reported:
                 _reported.add(unknown)
-                hint = _closest(unknown, [row.variable for row in rows.values()]).strip(" ;")
+                near = closest_variable(unknown)
+                hint = f"did you mean {near}?" if near else ""
                 get_logger(__name__).warning("config.unknown_variable", variable=unknown, hint=hint)
         values = dict(arguments)
         variables = {}
@@ -422,6 +438,13 @@ class EngineConfig:
         return listed
 
 
+def closest_variable(name: str) -> str:
+    """Return the KVXFER_* variable that an unknown one may be meant for; "" where none is close."""
+    known = [row.variable for row in EngineConfig.settings()] + sorted(OTHER_VARIABLES)
+    near = _closest(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known])  # with it all look alike
+    return near and PREFIX + near
+
+
 @functools.cache
 def _rows() -> tuple[Setting, ...]:
     rows = []
@@ -453,7 +476,7 @@ def _with_sources(
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is close to another; "" where none is."""
     import difflib  # for a message only
 
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, CLOSE)), "")

@@ -5,21 +5,19 @@ Each takes a Machine and returns a Check. They never raise for what the machine 
 
 from __future__ import annotations
 
-import difflib
 import os
 import platform
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from importlib import metadata
 
 from kvxfer import __version__
 from kvxfer.cli.check import Check, Machine
 from kvxfer.cli.environment import known_variables
 from kvxfer.cli.table import format_size
-from kvxfer.config import EngineConfig
+from kvxfer.config import EngineConfig, closest_variable
 from kvxfer.errors import KvxferError
 from kvxfer.memory.shared import SharedMemory, available_nbytes
 from kvxfer.setting import PREFIX
@@ -97,7 +95,7 @@ def check_environment(machine: Machine) -> Check:
             told.append(f"{variable}={machine.environ[variable]} (sets {row.name})")
     shown = ", ".join(told) or "no KVXFER_* variable is set"
     if unknown:
-        return Check("environment", "warn", shown, " ".join(_unknown_text(name, known) for name in unknown))
+        return Check("environment", "warn", shown, " ".join(_unknown_text(name) for name in unknown))
     return Check("environment", "ok", shown)
 
 
@@ -241,10 +239,9 @@ def _try_process_vm() -> str:
     return reader.stdout.strip() or "the trial gave no answer"
 
 
-def _unknown_text(name: str, known: Collection[str]) -> str:
-    words = [other.removeprefix(PREFIX) for other in known]  # with it any two names look alike
-    guesses = difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)
-    return f"{name} means nothing to kvxfer: " + (f"did you mean {PREFIX}{guesses[0]}?" if guesses else "unset it.")
+def _unknown_text(name: str) -> str:
+    near = closest_variable(name)
+    return f"{name} means nothing to kvxfer: " + (f"did you mean {near}?" if near else "unset it.")
 
 
 def _shown(name: str, value: str, *, is_known: bool) -> str:

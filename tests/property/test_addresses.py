@@ -78,10 +78,11 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
         ("[192.0.2.1]:80", "brackets"),
         ("[]:80", "brackets"),
         ("[::1]80", "follows the bracket"),
-        ("tcp://host:80", "needs brackets"),
+        ("tcp://host:80", "leave out tcp://"),
+        ("http://127.0.0.1:4000", "leave out http://"),
         ("ho st:80", "no usable host"),
         ("user@host:80", "no usable host"),
-        (None, "NoneType"),
+        (None, "it is None, not text"),
         (b"host:80", "bytes"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer import config as config_module
-from kvxfer.config import EngineConfig
+from kvxfer.config import EngineConfig, closest_variable
 from kvxfer.errors import ConfigError
 from kvxfer.setting import Setting
 
@@ -174,6 +174,31 @@ def test_unknown_variable_is_reported_once_with_the_closest_name(
     (told,) = caplog.messages
     assert "KVXFER_TRANSPORT'" in told
     assert "did you mean KVXFER_TRANSPORTS?" in told
+
+
+def test_a_name_like_no_other_gets_no_hint(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_reported", set())
+
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        resolve({"KVXFER_FOO": "1"})
+    with pytest.raises(ConfigError) as caught:
+        resolve(foo=1)
+
+    assert "did you mean" not in caplog.text + str(caught.value)
+    assert closest_variable("KVXFER_PROT") == "KVXFER_PORT"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0:4000", "name.example:4000", "[::1]:4000"])
+def test_host_with_a_port_in_it_is_told_where_the_port_belongs(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^host is .*it has a port in it, which is the setting port \(KVXFER_PORT\)"):
+        resolve(host=host)
+    with pytest.raises(ConfigError, match=r"variable KVXFER_HOST is .*it has a port in it"):
+        resolve({"KVXFER_HOST": host})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1", "fe80::1%eth0", "name.example"])
+def test_host_without_a_port_is_taken_as_it_is(host: str) -> None:
+    assert resolve(host=host).host == host
 
 
 @pytest.mark.parametrize("name", ["KVXFER_UML_KERNEL", "KVXFER_CI_INTEROP", "KVXFER_CI_OTHER_PYTHONS"])
