@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.addresses import format_host_port, parse_host_port
 from kvxfer.cli.keys import key_settings, remedy_of
-from kvxfer.cli.mesh_agent import ANSWER_PREFIX, MeshRequest, TargetReport
+from kvxfer.cli.mesh_agent import ANSWER_PREFIX, TRANSPORT, MeshRequest, TargetReport
 from kvxfer.cli.mesh_text import draw_mesh
 from kvxfer.cli.rail_check import CONTROL, RailReport, Share, find_pool
 from kvxfer.cli.table import Progress, Style
@@ -271,12 +271,14 @@ def find_problems(hosts: Sequence[MeshHost]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     told: set[str] = set()
     for host in hosts:
-        error, remedy = _own_error(host)
-        if error:
+        own = _own_problem(host)
+        if own is not None:
             told.add(host.address)
-            found.append((f"{host.address}: {error}", remedy))
-    if not any(host.acts for host in hosts):
-        found.append(("no engine acts.", "One of them at least must be a `kvxfer serve`."))
+            found.append(own)
+    answered = [host for host in hosts if not host.error]
+    if answered and not any(host.acts for host in hosts):
+        names = ", ".join(host.address for host in answered)
+        found.append((f"no engine that answered acts: {names}.", "One at least must be a `kvxfer serve`."))
     for host in hosts:
         for target in host.targets:
             if not (target.error and {host.address, target.target} & told):
@@ -284,12 +286,16 @@ def find_problems(hosts: Sequence[MeshHost]) -> list[tuple[str, str]]:
     return found
 
 
-def _own_error(host: MeshHost) -> tuple[str, str]:
+def _own_problem(host: MeshHost) -> tuple[str, str] | None:
     """Return what is wrong with an engine itself, and what to do: that it does not answer, or tries nothing at all."""
+    if host.error:
+        return f"{host.address}: {host.error}", host.remedy
     errors = {(target.error, target.remedy) for target in host.targets}
-    if not host.error and len(errors) == 1 and len(host.targets) > 1:
-        return errors.pop()
-    return host.error, host.remedy
+    if len(errors) != 1:
+        return None
+    ((error, remedy),) = errors
+    is_of_itself = error == host.unused.get(TRANSPORT) or len(host.targets) > 1
+    return (f"{host.address} tries no rail; it says: {error}", remedy) if error and is_of_itself else None
 
 
 def _target_problems(source: str, target: TargetReport) -> list[tuple[str, str]]:

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from kvxfer.engine import TransferEngine
     from kvxfer.memory import Region
 
-__all__ = ["ANSWER_PREFIX", "MeshAgent", "MeshRequest", "TargetReport"]
+__all__ = ["ANSWER_PREFIX", "TRANSPORT", "MeshAgent", "MeshRequest", "TargetReport"]
 
 REQUEST_KEY = "kvxfer.mesh"
 ANSWER_PREFIX = "kvxfer.mesh."
+TRANSPORT = "rdma"
+"""What an engine that has no RDMA at all names among its unused ports."""
 VERSION = 1
 ANSWERS_MAX = 16
 TARGETS_MAX = 1024
@@ -192,9 +194,9 @@ class MeshAgent:
 def _own_ports(engine: TransferEngine) -> dict[str, Any]:
     """Return the ports that an engine uses, and why not the others."""
     try:
-        transport = engine._transports.find("rdma")
+        transport = engine._transports.find(TRANSPORT)
     except KvxferError as error:
-        return {"ports": [], "unused": {"rdma": error.message}}
+        return {"ports": [], "unused": {TRANSPORT: error.message}}
     assert isinstance(transport, RdmaTransport)
     refusals = RdmaTransport.probe(engine.config).details.get("refusals", {})
     return {"ports": [nic.name for nic in transport.nics], "unused": dict(refusals)}

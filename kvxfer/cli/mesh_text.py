@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kvxfer import __version__
+from kvxfer.cli.mesh_agent import TRANSPORT
 from kvxfer.cli.rail_check import RailReport
 from kvxfer.cli.table import Align, Style, draw_table, format_gbps, wrap
 from kvxfer.verbs.port import NOT_WANTED
@@ -45,7 +46,7 @@ def draw_mesh(hosts: Sequence[MeshHost], problems: Sequence[tuple[str, str]], st
         parts += [
             style.paint(wrap(f"! {host.address} does not use {port}: {why}", style, indent=""), "yellow")
             for port, why in host.unused.items()
-            if why != NOT_WANTED
+            if why != NOT_WANTED and port != TRANSPORT  # that it has none at all is among the problems
         ]
     shown = [one for one in found if one[2].status != "no path"]
     if len(shown) > LISTED_MAX:
@@ -87,7 +88,10 @@ def _draw_matrix(hosts: Sequence[MeshHost], style: Style) -> str:
     """A row for each port, a column for each port, both numbered alike; a bar between two engines."""
     numbered = [(host, port) for host in hosts for port in host.ports]
     if not numbered:
-        return "no engine offers an RDMA port"
+        silent = [host.address for host in hosts if host.error]
+        if len(silent) == len(hosts):
+            return "no engine could be asked: whether they offer RDMA ports is not known"
+        return "no engine that answered offers an RDMA port" if silent else "no engine offers an RDMA port"
     number_width = len(str(len(numbered)))
     labels = [f"{at:>{number_width}} {host.address} {port}" for at, (host, port) in enumerate(numbered, 1)]
     label_width = max(map(len, [*labels, "from / to"]))

@@ -237,9 +237,57 @@ def test_engine_without_rdma_is_a_problem_of_its_rails_only(mesh: Mesh) -> None:
     assert [rail.status for rail in rails_of(hosts)] == ["ok"] * 8
     assert hosts[2].ports == ()
     ((told, remedy),) = find_problems(hosts)
-    assert told.startswith(f"{hosts[2].address}: ")
+    assert told.startswith(f"{hosts[2].address} tries no rail; it says: ")
     assert "RDMA" in told
     assert remedy
+
+
+def test_two_engines_without_rdma_are_each_told_once_and_by_name(mesh: Mesh) -> None:
+    mesh.add("a")
+    mesh.add("b")
+
+    hosts = mesh.run()
+
+    problems = find_problems(hosts)
+    assert [what.partition(" tries no rail")[0] for what, _ in problems] == [host.address for host in hosts]
+    text = draw_mesh(hosts, problems, Style(width=1000))
+    assert [text.count(host.address) for host in hosts] == [1, 1]
+
+
+def test_engine_without_rdma_beside_one_that_has_it_is_one_problem(mesh: Mesh) -> None:
+    mesh.add("a", *two_rails(1))
+    mesh.add("b")
+
+    hosts = mesh.run()
+
+    ((told, _),) = find_problems(hosts)
+    assert told.startswith(f"{hosts[1].address} tries no rail; ")
+
+
+def test_engines_that_refuse_the_key_are_not_said_to_be_no_serves_or_without_rdma(tmp_path: Path) -> None:
+    with fake_hosts(tmp_path) as hosts:
+        keyless = Mesh(hosts)
+        keyless.add("a", *two_rails(1))
+        keyless.add("b", *two_rails(2))
+        keyless.desk = hosts.engine("desk", transports=("tcp",), key=b"correct horse battery")
+
+        found = keyless.run()
+
+        for serve in keyless.serves:
+            serve.close()
+    problems = find_problems(found)
+    assert len(problems) == 2
+    assert all("pre-shared key" in what for what, _ in problems)
+    assert "whether they offer RDMA ports is not known" in draw_mesh(found, problems, Style())
+
+
+def test_engine_that_answers_and_does_not_act_is_named() -> None:
+    hosts = [MeshHost("h1:1", error="refused."), MeshHost("h2:1")]
+
+    problems = find_problems(hosts)
+
+    assert [what for what, _ in problems] == ["h1:1: refused.", "no engine that answered acts: h2:1."]
+    assert "no engine that answered offers" in draw_mesh(hosts, problems, Style())
 
 
 @pytest.mark.slow
