@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from kvxfer.addresses import HostPort, format_host_port
+from kvxfer.addresses import HostPort, format_host_port, is_wildcard
 from kvxfer.config import EngineConfig
 from kvxfer.errors import ConfigError, PeerUnreachableError
 from kvxfer.log import get_logger
@@ -21,6 +21,10 @@ __all__ = ["Acceptor", "resolve"]
 BACKLOG = 1024
 RETRY_S = 0.2
 """How long to wait after accept(2) failed for want of descriptors or memory."""
+
+
+_listening: set[tuple[str, int]] = set()
+"""Host and port of every acceptor of this process."""
 
 
 class Acceptor:
@@ -37,7 +41,9 @@ class Acceptor:
         self._paused = False
         self._socket = _bind(config, port)
         self._socket.setblocking(False)
-        self.port: int = self._socket.getsockname()[1]
+        self._bound: tuple[str, int] = self._socket.getsockname()[:2]
+        _listening.add(self._bound)
+        self.port = self._bound[1]
         self.family = self._socket.family
 
     def start(self) -> None:
@@ -78,10 +84,12 @@ class Acceptor:
     def close(self) -> None:
         """Stop accepting; in the loop's thread, or after its end."""
         self._loop.remove(self)
+        _listening.discard(self._bound)
         self._socket.close()
 
     def abandon(self) -> None:
         """In a forked child: close the copy of the descriptor only."""
+        _listening.discard(self._bound)
         with contextlib.suppress(OSError):
             os.close(self._socket.detach())
 
@@ -126,16 +134,31 @@ def _bind(config: EngineConfig, port: int) -> socket.socket:
             listener.close()
             last = exc
     assert last is not None
+    sources = {name: config.source_of(name) for name in ("host", "port")}
+    told = [
+        f"{name} comes from the environment variable {source}" for name, source in sources.items() if source != name
+    ]
+    who = "An engine of this process" if _is_ours(address[:2]) else "Another process"
     remedies = {
-        errno.EADDRINUSE: "Another process listens on that port: choose another, or 0 for any free one.",
+        errno.EADDRINUSE: f"{who} listens on that port: choose another ({sources['port']}), or 0 for any free one.",
         errno.EADDRNOTAVAIL: "This host has no interface with that address: see `ip addr`, or use 0.0.0.0.",
         errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one.",
     }
     raise ConfigError(
-        f"listening on {format_host_port(config.host, port)} failed: {last.strerror}.",
+        f"listening on {format_host_port(config.host, port)} failed: {last.strerror}"
+        f"{' (' + ', '.join(told) + ')' if told else ''}.",
         remedy=remedies.get(last.errno or 0, "Choose another host or port."),
         setting="port",
         host=config.host,
         port=port,
         errno=last.errno,
     ) from last
+
+
+def _is_ours(address: tuple[str, int]) -> bool:
+    """Whether this process listens on an address itself, or on all addresses with that port."""
+    host, port = address
+    return any(
+        port == taken and (host == there or is_wildcard(host) or is_wildcard(there))
+        for there, taken in _listening.copy()
+    )

@@ -73,6 +73,20 @@ def test_port_that_is_taken_is_named() -> None:  # B63
             Peer(port=port)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_who_has_a_port_that_is_taken_is_told(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TransferEngine(host=host) as engine:
+        port = int(engine.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match="An engine of this process listens on that port"):
+            TransferEngine(port=port)
+    with Peer() as peer:
+        monkeypatch.setenv("KVXFER_PORT", str(peer.port))
+        with pytest.raises(ConfigError, match=r"port comes from the environment variable KVXFER_PORT") as caught:
+            TransferEngine()
+
+        assert caught.value.remedy.startswith("Another process listens on that port: choose another (KVXFER_PORT)")
+
+
 def test_host_that_is_not_ours_is_named() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77"):
         TransferEngine(host="192.0.2.77")
