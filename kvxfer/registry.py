@@ -69,6 +69,12 @@ class Registry:
     def register(self, memory: Any, name: str, rights: Rights) -> Region:
         """As `TransferEngine.register`."""
         _check_rights(rights, name)
+        if isinstance(memory, Region):
+            raise MemoryArgumentError(
+                f"{memory} is registered already.",
+                remedy="Use it as it is; to count it once more, or for another engine, register its array.",
+                region_id=memory.region_id,
+            )
         view = buffer_view(memory)
         if view.kind == "address":
             _check_mapped(view)

@@ -321,7 +321,7 @@ def test_unregister_while_batches_of_this_process_use_it_is_refused(link: Link) 
     here.array[:] = 4
     batch = link.engine.submit_write(link.segment, here.address, there.address, 4096)
 
-    with pytest.raises(RegionBusyError, match="1 running transfers") as caught:
+    with pytest.raises(RegionBusyError, match="1 running transfer of") as caught:
         link.engine.unregister(here)
 
     assert caught.value.retryable
@@ -365,6 +365,17 @@ def try_unregister(engine: TransferEngine, region: Any) -> bool:
 
 
 # What may be registered.
+
+
+def test_a_region_is_not_registered_again_by_itself(engine: TransferEngine) -> None:
+    region = engine.allocate(4096)
+
+    with pytest.raises(MemoryArgumentError, match="is registered already"):
+        engine.register(region)
+
+    assert region.reference_count == 1
+    assert engine.register(region.array) is region
+    assert region.reference_count == 2
 
 
 def test_equal_range_is_counted(engine: TransferEngine) -> None:  # B80
