@@ -49,8 +49,7 @@ def find_identity_fault(ours: Hello, theirs: Hello, expected_generation: str | N
         )
     if expected_generation is not None and theirs.generation != expected_generation:
         return PeerRestartedError(
-            f"generation {expected_generation} was expected, and peer {peer!r} is generation {theirs.generation}: "
-            "another process.",
+            f"generation {expected_generation} was expected, and peer {peer!r} is generation {theirs.generation}.",
             remedy="Ask the peer anew for its addresses; those of the old process are void.",
             peer=peer,
             expected=expected_generation,

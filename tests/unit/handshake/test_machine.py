@@ -272,7 +272,7 @@ def test_b138_another_process_at_the_address_is_found_out() -> None:
     assert type(ours) is type(theirs) is PeerRestartedError
     assert (ours.values["expected"], ours.values["actual"]) == ("b0b0", "bb")
     assert (theirs.values["expected"], theirs.values["actual"]) == ("b0b0", "bb")
-    assert "generation b0b0 was expected, and peer 'engine-bb' is generation bb: another process" in str(ours)
+    assert "generation b0b0 was expected, and peer 'engine-bb' is generation bb." in str(ours)
 
 
 def test_b138_the_same_process_is_taken_again() -> None:
