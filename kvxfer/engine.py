@@ -5,14 +5,16 @@ Read next: `segment.py` (a peer), `batch.py` (a submitted batch), `transports/ba
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from kvxfer.addresses import parse_host_port
 from kvxfer.batch import TransferBatch, check_timeout, wait_all
 from kvxfer.config import EngineConfig
-from kvxfer.errors import TransferCancelledError, UsageError
+from kvxfer.errors import ConfigError, TransferCancelledError, UsageError
 from kvxfer.memory import Region
 from kvxfer.notifications import Notification
 from kvxfer.planning import Addresses, block_addresses, check_block_counts, plan
@@ -26,6 +28,7 @@ __all__ = ["TransferEngine"]
 
 GIVE_UP_S = 0.25
 """How long an interrupted submit waits for the peer to say that it has let go."""
+GENERATION = re.compile("[0-9a-f]{32}")
 ROW_NBYTES = 64 << 10
 """One row up to this is worth the shortest way: about 5 us of copying under the region table's guard."""
 
@@ -33,8 +36,13 @@ ROW_NBYTES = 64 << 10
 class TransferEngine:
     """One side of all transfers of this process. A context manager; all methods may be called from any thread.
 
-    host, port: where to listen; port 0 takes any free one. transports: in order of preference. All settings of
-    `EngineConfig` may be given by name; what is not given comes from the environment, then from the default.
+    settings: those of `EngineConfig`, by name. What is not given comes from the environment (`KVXFER_` and the name),
+    then from the default; `EngineConfig.settings()` and docs/settings.md list all. The commonest:
+
+    host, port: where to listen ("127.0.0.1", 0); port 0 takes any free one. advertise_host: what peers are told instead
+    of `host`. transports: in order of preference ("shm", "rdma", "tcp"). key: secret of at least 8 bytes that both
+    sides share. name: what peers call this engine in their logs. rdma_devices: such as "mlx5_0:1,mlx5_1".
+    transfer_timeout_s, connect_timeout_s: deadlines of a batch (30) and of connecting (5), in seconds.
 
     One that is lost without `close` is told by a ResourceWarning, and serves its peers until the process ends, which
     closes it.
@@ -284,11 +292,8 @@ class TransferEngine:
         is unread. The last 1024 that have gone are remembered. Without `peer` nobody's end is told.
         """
         self._check()
-        if peer is not None and not (isinstance(peer, str) and peer):
-            raise UsageError(
-                f"peer is {show(peer)}.",
-                remedy="Pass the peer's engine.address or engine.generation, as a Notification has them.",
-            )
+        if peer is not None:
+            _check_peer(peer)
         return self._service.notifications.take(check_timeout(timeout_s), peer)
 
     # Inside.
@@ -363,6 +368,18 @@ class TransferEngine:
                     transfer.finish(TransferCancelledError(f"the submit was interrupted: {exc!r}."))
             raise
         return batch
+
+
+def _check_peer(peer: object) -> None:
+    """Raise UsageError for what no peer can be called by: nothing of it could ever come."""
+    try:
+        if not (isinstance(peer, str) and GENERATION.fullmatch(peer)):
+            parse_host_port(peer)  # type: ignore[arg-type]  # it says what is no text
+    except ConfigError:
+        raise UsageError(
+            f"peer is {show(peer)}: neither an address (host:port) nor a generation (32 hexadecimal digits).",
+            remedy="Pass the peer's engine.address or engine.generation, as a Notification has them.",
+        ) from None
 
 
 def _check_notify(notify: bytes, nbytes_max: int) -> None:

@@ -170,6 +170,12 @@ def test_a_notification_wakes_who_waits_for_its_sender(receiver: TransferEngine,
         assert [wait.result() for wait in waits] == [[peer.address.encode()], [other.address.encode()]]
 
 
+@pytest.mark.parametrize("peer", ["127.0.0.1", "foo", "", "0" * 31, "0" * 33, "http://127.0.0.1:1", 5])
+def test_what_no_peer_can_be_called_by_is_refused_and_not_waited_for(receiver: TransferEngine, peer: Any) -> None:
+    with pytest.raises(UsageError, match=r"neither an address \(host:port\) nor a generation"):
+        receiver.notifications(FOREVER_S, peer=peer)
+
+
 def test_a_peer_that_has_not_come_yet_is_waited_for(receiver: TransferEngine, kept: Region) -> None:
     assert receiver.notifications(0.01, peer="127.0.0.1:1") == []
     with Peer(transports=receiver.transports) as peer:

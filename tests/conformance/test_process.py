@@ -302,7 +302,7 @@ try:
     if how == "notifications":
         engine.notifications(600.0)
     elif how == "notifications of a peer":
-        engine.notifications(600.0, peer="nobody")
+        engine.notifications(600.0, peer="127.0.0.1:1")
     elif how == "open_segment":
         engine.open_segment(address)
     elif how == "refresh":

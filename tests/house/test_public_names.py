@@ -152,6 +152,15 @@ def test_api_page_has_every_error_with_its_place_attributes_and_remedy() -> None
         assert one.retryable == bool(re.search(r"\bagain\b", row.remedy)), name
 
 
+def test_help_of_the_engine_names_the_commonest_settings() -> None:
+    told = inspect.getdoc(kvxfer.TransferEngine) or ""
+
+    assert "docs/settings.md" in told
+    for name in ("host", "port", "advertise_host", "transports", "key", "transfer_timeout_s", "connect_timeout_s"):
+        assert name in kvxfer.EngineConfig.__dataclass_fields__
+        assert re.search(rf"\b{name}\b", told), name
+
+
 def test_every_error_is_exported_and_drawn() -> None:
     classes = {
         name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.KvxferError)
