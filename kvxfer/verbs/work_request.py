@@ -57,7 +57,7 @@ _WR_WORDS = _WR_NBYTES // 8
 _NEXT_WORD, _OPCODE_WORD, _FLAGS_WORD, _REMOTE_WORD = 1, 3, 4, 5
 _RKEY_HALF, _LENGTH_HALF, _LKEY_HALF = 12, 2, 3
 _CACHE_LINE_NBYTES = 64
-_UINT32 = np.dtype(np.uint32)
+_INT64, _UINT32 = np.dtype(np.int64), np.dtype(np.uint32)
 _UINT32_MAX = 2**32 - 1
 _SIGNALED = int(SendFlags.SIGNALED)
 
@@ -153,13 +153,23 @@ class WorkRequestBatch:
         signal_every: each so many-th request gives a completion, and the last always; 0 means the last only. Send-queue
         slots come back by completions, so at most half the queue should lie between two.
         send_flags: for all requests, such as SendFlags.FENCE.
+
+        Raises UsageError for columns that are none of integers, differ in length, or do not fit; the chain may be empty
+        then.
         """
+        if getattr(local_addr, "ndim", 0) != 1:
+            raise UsageError(
+                f"local_addr is {local_addr!r:.80}, no column.", remedy="Give a 1-D numpy array; `append` takes ints."
+            )
         count = len(local_addr)
         if not 0 < count <= self.capacity:
             raise UsageError(
                 f"{count} work requests, the batch holds 1 to {self.capacity}.",
                 remedy="Cut the rows into chains of that many.",
             )
+        for column in (local_addr, remote_addr):
+            if getattr(column, "dtype", None) is not _INT64:
+                _check_integers(column)
         for column in (lkey, rkey, nbytes):
             if getattr(column, "dtype", None) is not _UINT32:
                 _check_uint32(column)
@@ -173,9 +183,12 @@ class WorkRequestBatch:
             remote[...] = remote_addr
             remote_key[...] = rkey
             length[...] = nbytes
-        except ValueError:  # columns of different length
+        except ValueError as exc:
             self.clear()
-            raise
+            raise UsageError(
+                f"the columns of {count} work requests differ in length: {exc}.",
+                remedy="Give each column a value for each request, or one int for all.",
+            ) from exc
         self._base_word[0] = wr_id
         np.add(rows, self._base, identities)
         pattern = (opcode, signal_every, send_flags)
@@ -277,8 +290,18 @@ class WorkRequestBatch:
 _SIGNALED_WORD = _word(_SIGNALED, 0)
 
 
+def _check_integers(column: Column) -> None:
+    """Refuse what is no integer or column of them: numpy would cut fractions off without a word."""
+    dtype = getattr(column, "dtype", None)
+    is_int = isinstance(column, int) and not isinstance(column, bool)
+    if not is_int and (dtype is None or dtype.kind not in "iu"):
+        kind = f"a {type(column).__name__}" + ("" if dtype is None else f" of {dtype}")
+        raise UsageError(f"a column of work requests is {kind}.", remedy="Give an int or a numpy array of integers.")
+
+
 def _check_uint32(column: Column) -> None:
     """Refuse what does not fit a 32-bit field: numpy would cut it off without a word."""
+    _check_integers(column)
     if isinstance(column, int):
         fits = 0 <= column <= _UINT32_MAX
     else:

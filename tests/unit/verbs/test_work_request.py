@@ -219,3 +219,26 @@ def test_the_views_are_for_reading_only() -> None:
 
 def test_requests_do_not_straddle_cache_lines() -> None:
     assert all(int(ffi.cast("uintptr_t", WorkRequestBatch(count).first)) % 64 == 0 for count in (1, 3, 64))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_addr": np.array([0.5, 1.5])},
+        {"remote_addr": np.array([0.5, 1.5])},
+        {"remote_addr": ["a", "b"]},
+        {"lkey": np.array([0.5, 1.5])},
+        {"rkey": None},
+        {"rkey": True},
+        {"nbytes": 4096.0},
+        {"nbytes": "4096"},
+        {"local_addr": 5},
+        {"local_addr": [1, 2]},
+        {"nbytes": np.array([1, 2, 3])},
+    ],
+)
+def test_what_is_no_column_of_integers_is_refused(changes: dict[str, Any]) -> None:
+    batch = WorkRequestBatch(4)
+
+    with pytest.raises(UsageError):
+        fill(batch, 2, **changes)
