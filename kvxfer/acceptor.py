@@ -140,7 +140,7 @@ def _bind(config: EngineConfig, port: int) -> socket.socket:
     ]
     who = "An engine of this process" if _is_ours(address[:2]) else "Another process"
     remedies = {
-        errno.EADDRINUSE: f"{who} listens on that port: choose another ({sources['port']}), or 0 for any free one.",
+        errno.EADDRINUSE: f"{who} listens on that port: set {sources['port']} to another, or to 0 for any free one.",
         errno.EADDRNOTAVAIL: "This host has no interface with that address: see `ip addr`, or use 0.0.0.0.",
         errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one.",
     }

@@ -84,7 +84,7 @@ def test_who_has_a_port_that_is_taken_is_told(host: str, monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match=r"port comes from the environment variable KVXFER_PORT") as caught:
             TransferEngine()
 
-        assert caught.value.remedy.startswith("Another process listens on that port: choose another (KVXFER_PORT)")
+        assert caught.value.remedy.startswith("Another process listens on that port: set KVXFER_PORT to another")
 
 
 def test_host_that_is_not_ours_is_named() -> None:
