@@ -40,6 +40,7 @@ class _Ownership:
         "closing",
         "destroy",
         "handle",
+        "is_told",
         "label",
         "parents",
         "pid",
@@ -63,6 +64,8 @@ class _Ownership:
         self.parents = parents
         self.label = f"{handle.noun} ({verb})"
         self.pid = os.getpid()
+        self.is_told = False
+        """Whether `close` has raised: whoever drops it then has not forgotten it."""
         self.children: dict[int, _Ownership] = {}
         """By their own id, oldest first."""
         self.closing = threading.Lock()
@@ -143,6 +146,7 @@ class Handle:
         ownership.before_destroy(ownership.pointer)
         error = errno_of(ownership.destroy(ownership.pointer))
         if error:
+            ownership.is_told = True
             raise VerbsError(
                 f"{ownership.verb} of {self!r} failed: {errno_text(error)}.",
                 remedy="Something made from it is still in use, by another thread perhaps: close it again later."
@@ -179,7 +183,7 @@ def _drop(ownership: _Ownership) -> None:
 
 def _destroy_dropped(ownership: _Ownership) -> list[str]:
     """Destroy it, after its children: objects of a cycle are dropped in any order, and children keep their parents
-    alive, so they are nobody's any more either. Return what they were."""
+    alive, so they are nobody's any more either. Return what of them was forgotten."""
     pointer = ownership.pointer
     if pointer is None or ownership.pid != os.getpid():
         return []
@@ -187,7 +191,7 @@ def _destroy_dropped(ownership: _Ownership) -> list[str]:
     ownership.leave()
     ownership.before_destroy(pointer)
     ownership.destroy(pointer)
-    return [*labels, ownership.label]
+    return labels if ownership.is_told else [*labels, ownership.label]
 
 
 def _do_nothing(pointer: CData) -> None:

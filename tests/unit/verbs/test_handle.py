@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -94,6 +95,23 @@ def test_object_that_is_dropped_warns_and_is_destroyed(library: FakeLibrary) -> 
     assert "pd" not in str(library.leaks)
     context.close()
     assert not library.leaks
+
+
+def test_object_that_could_not_be_closed_is_destroyed_when_dropped_without_a_warning(library: FakeLibrary) -> None:
+    """Its user has been told: it was not forgotten."""
+    context = open_first(library)
+    domain = context.alloc_pd()
+    library.fail("ibv_dealloc_pd", errno.EBUSY)
+    with pytest.raises(VerbsError, match="EBUSY"):
+        domain.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del domain
+        gc.collect()
+
+    assert "pd" not in str(library.leaks)
+    context.close()
 
 
 def drop_a_cycle(library: FakeLibrary) -> None:
