@@ -90,8 +90,8 @@ class _Caller:
 
 # B98
 @pytest.mark.slow
-def test_1000_connections_of_which_100_are_bad_are_answered_in_5_s() -> None:
-    with Peer(transports=("tcp",), handshake_timeout_s=6.0) as server, contextlib.ExitStack() as stack:
+def test_1000_connections_of_which_100_are_bad_are_answered_before_these_are_given_up() -> None:
+    with Peer(transports=("tcp",), handshake_timeout_s=12.0) as server, contextlib.ExitStack() as stack:
         before = count(server)
         silent = [stack.enter_context(socket.create_connection(host_port(server.address))) for _ in range(50)]
         halves = [stack.enter_context(socket.create_connection(host_port(server.address))) for _ in range(50)]
@@ -107,12 +107,12 @@ def test_1000_connections_of_which_100_are_bad_are_answered_in_5_s() -> None:
             while not all(one.established or one.error for one in callers) and time.monotonic() < started + 20.0:
                 for key, _ in selector.select(0.1):
                     key.data.step(True)
-        elapsed_s = time.monotonic() - started
+        bad_are_open = not any(is_closed_by_peer(one, 0.001) for one in silent + halves)
 
         assert [one.error for one in callers if not one.established] == []
-        assert elapsed_s < 5.0
+        assert bad_are_open
         assert all(is_closed_by_peer(one, 20.0) for one in silent + halves)
-        assert len(server.run("result = list(engine._service._sessions)")) == 900
+        wait_until(lambda: sessions(server) == 900)  # a bad one's session ends a moment after its connection
         stack.close()
         wait_until(lambda: sessions(server) == 0)
         wait_not_grown(server, before)
