@@ -91,7 +91,8 @@ class _Caller:
 # B98
 @pytest.mark.slow
 def test_1000_connections_of_which_100_are_bad_are_answered_before_these_are_given_up() -> None:
-    with Peer(transports=("tcp",), handshake_timeout_s=12.0) as server, contextlib.ExitStack() as stack:
+    settings: dict[str, Any] = {"handshake_timeout_s": 12.0, "keepalive_timeout_s": 60.0}  # callers answer no keepalive
+    with Peer(transports=("tcp",), **settings) as server, contextlib.ExitStack() as stack:
         before = count(server)
         silent = [stack.enter_context(socket.create_connection(host_port(server.address))) for _ in range(50)]
         halves = [stack.enter_context(socket.create_connection(host_port(server.address))) for _ in range(50)]
