@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvxfer.errors import ConfigError
 from kvxfer.text import clean, name_kind, show
 
@@ -113,10 +115,12 @@ class Setting:
 
 def _number(value: Any, kind: object) -> int | float | None:
     """Return the whole number, or the finite one, that a value is; None where it is none."""
+    if isinstance(value, (bool, np.bool_)):  # numpy's has had an __index__ too, until 2.3
+        return None
     try:
         if kind is int:
-            return None if isinstance(value, bool) else operator.index(value)
-        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+            return operator.index(value)
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
     except (TypeError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -128,7 +128,7 @@ def _from_address(pair: tuple[Any, ...]) -> BufferView:
     numbers = []
     for name, value in zip(("address", "nbytes"), pair, strict=True):
         try:
-            if isinstance(value, bool):
+            if isinstance(value, (bool, np.bool_)):
                 raise TypeError
             numbers.append(operator.index(value))
         except TypeError:

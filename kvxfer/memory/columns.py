@@ -6,6 +6,7 @@ Read next: `slices.py`, which finds their regions, joins and cuts them.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from array import array
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ __all__ = ["Integers", "Rows", "as_columns", "as_rows", "bounds"]
 Integers: TypeAlias = "int | np.integer[Any] | Sequence[int] | npt.NDArray[Any]"
 
 _INT64 = np.dtype(np.int64)
+_BOOLS = (bool, np.bool_)
+"""No numbers here, though they have an `__index__`: numpy's until 2.3."""
 ADDRESS_ITEM_NBYTES_MIN = 4
 """An array of shorter integers cannot hold addresses: it is the memory itself, given for its address."""
 
@@ -152,7 +155,7 @@ def _from_sequence(name: str, value: Sequence[Any]) -> AddressColumn:
     try:
         if kinds <= {int}:
             return np.fromiter(value, np.int64, len(value))
-        if bool not in kinds:
+        if kinds.isdisjoint(_BOOLS):
             return np.frombuffer(array("q", value), np.int64)  # takes whatever is an index, np.int64 for one
     except (OverflowError, TypeError):
         pass
@@ -161,11 +164,11 @@ def _from_sequence(name: str, value: Sequence[Any]) -> AddressColumn:
 
 def _refuse_sequence(name: str, value: Sequence[Any]) -> NoReturn:
     for row, item in enumerate(value):
-        try:
-            number = operator.index(item)
-        except TypeError:
-            number = None
-        if number is None or isinstance(item, bool):
+        number = None
+        if not isinstance(item, _BOOLS):
+            with contextlib.suppress(TypeError):
+                number = operator.index(item)
+        if number is None:
             refuse = _refuse_region if hasattr(item, "address") else _refuse_kind
             refuse(name, f"its row {row} is {name_kind(item)}", row=row)
         if not -ADDRESS_MAX <= number <= ADDRESS_MAX:

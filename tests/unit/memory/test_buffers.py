@@ -439,7 +439,9 @@ def test_impossible_address_is_refused(pair: tuple[int, int]) -> None:
         buffer_view(pair)
 
 
-@pytest.mark.parametrize("pair", [(True, 8), (8, True), (8.0, 8), (8, np.float64(8)), ("8", 8), (None, 8)], ids=repr)
+@pytest.mark.parametrize(
+    "pair", [(True, 8), (8, np.True_), (8.0, 8), (8, np.float64(8)), ("8", 8), (None, 8)], ids=repr
+)
 def test_address_that_is_no_int_is_refused(pair: tuple[Any, Any]) -> None:
     with pytest.raises(MemoryArgumentError, match="no int"):
         buffer_view(pair)

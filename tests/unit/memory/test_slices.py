@@ -95,6 +95,7 @@ def test_columns_are_the_callers_to_use_again_at_once() -> None:
     [
         ([1, 2.0], "its row 1 is a float"),
         ([1, True], "its row 1 is a bool"),
+        ([np.True_, 1], "its row 0 is a bool"),
         ([1, None], "its row 1 is None"),
         ([1, "2"], "its row 1 is a str"),
         ([[1], [2]], "its row 0 is a list"),
