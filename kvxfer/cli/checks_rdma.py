@@ -7,6 +7,7 @@ transports carry on. The facts are those of `rdma_survey.py`; each device is ope
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -21,7 +22,7 @@ from kvxfer.errors import KvxferError, RegistrationError, VerbsKernelError, Verb
 from kvxfer.verbs.device import Context
 from kvxfer.verbs.enums import Access, ForkStatus, GidType, LinkLayer
 from kvxfer.verbs.gid_candidate import GidCandidate, GidScope, NetdevState
-from kvxfer.verbs.library import LIBRARY_VARIABLE, VerbsLibrary, ffi, load_library
+from kvxfer.verbs.library import LIBRARY_VARIABLE, VerbsLibrary, errno_text, ffi, load_library
 from kvxfer.verbs.port_offer import mtu_of_interface
 from kvxfer.verbs.sysfs import list_sysfs_devices
 
@@ -184,7 +185,8 @@ def _device_checks(device: DeviceSurvey) -> Iterator[Check]:
 
 
 def _trial_checks(context: Context) -> Iterator[Check]:
-    """Register 16 MiB with the rights that peers have."""
+    """Register 16 MiB with the rights that peers have, then with relaxed ordering, and ask for GPU memory by a file that
+    is none. The last two are facts that operators compare hosts by; kvxfer uses neither."""
     memory = mmap.mmap(-1, TRIAL_NBYTES)
     rights = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
     view = ffi.from_buffer(memory)
@@ -198,9 +200,25 @@ def _trial_checks(context: Context) -> Iterator[Check]:
                 )
             except RegistrationError as error:
                 yield Check(f"{context.name} memory", "warn", error.message, error.remedy)
+                return
+            try:
+                domain.register(address, TRIAL_NBYTES, rights | Access.RELAXED_ORDERING).close()
+                told = "relaxed ordering is taken"
+            except RegistrationError as error:
+                told = f"relaxed ordering is refused ({errno_text(error.errno or 0)})"
+            yield Check(f"{context.name} ordering", "ok", f"{told}; kvxfer does not ask for it")
+            yield _dmabuf_check(context, domain.pointer)
     finally:
         ffi.release(view)
         memory.close()
+
+
+def _dmabuf_check(context: Context, domain: object) -> Check:
+    """The kernel looks at the file first where it knows dma-buf: EBADF is a yes. NCCL asks the same way."""
+    region = context.library.ibv_reg_dmabuf_mr(domain, 0, mmap.PAGESIZE, 0, -1, int(Access.LOCAL_WRITE))
+    number = ffi.errno if region == ffi.NULL else 0
+    told = "GPU memory is taken by dma-buf" if number == errno.EBADF else f"no dma-buf ({errno_text(number)})"
+    return Check(f"{context.name} dma-buf", "ok", f"{told}; kvxfer moves memory of the host only")
 
 
 def _port_check(one: PortSurvey) -> Check:

@@ -208,6 +208,23 @@ def test_refused_trial_registration_carries_the_remedy_of_the_error(host: Host) 
     assert host.library.leaks == {}
 
 
+def test_relaxed_ordering_is_tried_and_its_refusal_is_no_fault(host: Host) -> None:
+    taken = host.checks()["mlx5_0 ordering"]
+    host.library.fail("ibv_reg_mr", errno.EINVAL, nth=2)
+    refused = host.checks()["mlx5_0 ordering"]
+
+    assert (taken.status, taken.value) == ("ok", "relaxed ordering is taken; kvxfer does not ask for it")
+    assert (refused.status, "refused (EINVAL" in refused.value) == ("ok", True)
+
+
+def test_gpu_memory_is_asked_for_without_registering_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    able = Host(tmp_path / "a", monkeypatch, dataclasses.replace(connectx(), has_dmabuf=True)).checks()
+    unable = Host(tmp_path / "b", monkeypatch, dataclasses.replace(connectx(), has_dmabuf=False)).checks()
+
+    assert able["mlx5_0 dma-buf"].value == "GPU memory is taken by dma-buf; kvxfer moves memory of the host only"
+    assert unable["mlx5_0 dma-buf"].value.startswith("no dma-buf (")
+
+
 @pytest.mark.parametrize(("status", "verdict"), [(2, "ok"), (1, "ok"), (0, "warn"), (-1, "warn")])
 def test_fork_that_would_break_memory_is_told(host: Host, status: int, verdict: str) -> None:
     host.library.fork_status = status
