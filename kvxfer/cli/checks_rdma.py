@@ -185,8 +185,8 @@ def _device_checks(device: DeviceSurvey) -> Iterator[Check]:
 
 
 def _trial_checks(context: Context) -> Iterator[Check]:
-    """Register 16 MiB with the rights that peers have, then with relaxed ordering, and ask for GPU memory by a file that
-    is none. The last two are facts that operators compare hosts by; kvxfer uses neither."""
+    """Register 16 MiB with the rights that peers have, then with relaxed ordering, and ask for GPU memory by a file
+    that is none. The last two are facts that operators compare hosts by; kvxfer uses neither."""
     memory = mmap.mmap(-1, TRIAL_NBYTES)
     rights = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
     view = ffi.from_buffer(memory)
