@@ -1,7 +1,7 @@
 """From the caller's columns to a Transfer: every row is checked on both sides before anything is sent.
 
 Pure but for the counts it takes: reads the local region table and the peer's, asks the peer once about regions that
-are not known yet, joins adjacent rows. Next: `batch.TransferBatch.start`, then `transports.base.Endpoint`.
+are not known yet, joins adjacent rows. Next: `batch.TransferBatch`, then `transports.base.Endpoint`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import json
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -43,6 +42,7 @@ from kvxfer.handshake.machine import Handshake
 from kvxfer.log import get_logger
 from kvxfer.text import clean
 from kvxfer.transports.loop import READABLE, WRITABLE, Loop
+from kvxfer.transports.sockets import close_with_reset
 
 __all__ = ["Session", "SessionOwner"]
 
@@ -50,7 +50,6 @@ RECEIVE_NBYTES = 1 << 16
 OUTGOING_NBYTES_MAX = 128 << 20
 """A peer that lets this much pile up unread is dropped; the largest frame, a region table, is 64 MiB."""
 RESET_TIMEOUT_S = 1.0
-_RESET = struct.pack("ii", 1, 0)
 
 
 class SessionOwner(Protocol):
@@ -397,7 +396,7 @@ class Session:
             if self._in_loop:
                 self._loop.remove(self)
             if reset:
-                with contextlib.suppress(OSError):
-                    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            self._socket.close()
+                close_with_reset(self._socket)
+            else:
+                self._socket.close()
             self._fd = -1

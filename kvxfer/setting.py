@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvxfer.errors import ConfigError
 from kvxfer.text import clean, name_kind, show
+from kvxfer.types import as_whole_number
 
 __all__ = ["PREFIX", "Setting"]
 
@@ -115,12 +113,10 @@ class Setting:
 
 def _number(value: Any, kind: object) -> int | float | None:
     """Return the whole number, or the finite one, that a value is; None where it is none."""
-    if isinstance(value, (bool, np.bool_)):  # numpy's has had an __index__ too, until 2.3
-        return None
+    if kind is int:
+        return as_whole_number(value)
     try:
-        if kind is int:
-            return operator.index(value)
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     except (TypeError, OverflowError):
         return None
     return number if math.isfinite(number) else None

@@ -1,11 +1,12 @@
 """The plain data that every floor shares: opcodes, rights, region descriptors, dtypes.
 
-No behaviour, no clock, no memory; read `memory/regions.py` and `transports/base.py` for who uses them.
+No clock, no memory, no behaviour but what counts as a whole number. Read `memory/regions.py` and `transports/base.py` for who uses them.
 """
 
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ADDRESS_MAX", "IOVEC_DTYPE", "AddressColumn", "Opcode", "Probe", "RegionDescriptor", "Rights"]
+__all__ = [
+    "ADDRESS_MAX",
+    "BOOLS",
+    "IOVEC_DTYPE",
+    "AddressColumn",
+    "Opcode",
+    "Probe",
+    "RegionDescriptor",
+    "Rights",
+    "as_whole_number",
+]
 
 AddressColumn = npt.NDArray[np.int64]
 """A column of byte addresses or byte counts. Signed: user addresses stay below 2**63 on every platform Linux runs on,
@@ -23,6 +34,19 @@ ADDRESS_MAX = 2**63 - 1
 
 IOVEC_DTYPE = np.dtype([("base", np.int64), ("nbytes", np.int64)])
 """struct iovec of readv(2) on 64-bit Linux."""
+
+BOOLS = (bool, np.bool_)
+"""No numbers here, though they have an `__index__`: numpy's until 2.3."""
+
+
+def as_whole_number(value: Any) -> int | None:
+    """Return the int that a value is or stands for (`__index__`); None for any other, bools among them."""
+    if isinstance(value, BOOLS):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 class Opcode(enum.IntEnum):

@@ -30,7 +30,6 @@ __all__ = ["check_libibverbs", "check_memlock", "rdma_checks"]
 
 TRIAL_NBYTES = 16 << 20
 MEMLOCK_SMALL_NBYTES = 64 << 20
-ANY_SIZE_NBYTES = 1 << 50
 ROWS_SHOWN_MAX = 8
 JUMBO_MTU = 4200
 """An interface MTU that carries RDMA packets of 4096 bytes with every header (`mtu_of_interface`)."""
@@ -291,8 +290,7 @@ def _limits_check(device: DeviceSurvey, one: PortSurvey) -> Check:
     limits = device.limits
     assert limits is not None  # it was opened
     depth = one.attributes.read_depth
-    is_any = device.region_nbytes_max >= ANY_SIZE_NBYTES
-    region = "any size" if is_any else f"at most {format_size(device.region_nbytes_max)}"
+    region = "any size" if device.takes_any_size else f"at most {format_size(device.region_nbytes_max)}"
     return Check(
         f"{one.name} limits",
         "ok",

@@ -31,7 +31,6 @@ __all__ = ["draw_devices", "run"]
 
 ROWS_SHOWN_MAX = 32
 """Rows of a GID table that are drawn; --json has all."""
-UNLIMITED_NBYTES = 1 << 50
 TEXT_WIDTH_MIN = 16
 
 Colour = Literal["red", "yellow", "green", "dim"]
@@ -235,12 +234,11 @@ def _draw_limits(ports: Sequence[tuple[DeviceSurvey, PortSurvey]], style: Style)
         limits = device.limits
         assert limits is not None  # a device that could not be opened has no ports
         depth = one.attributes.read_depth
-        is_any = device.region_nbytes_max >= UNLIMITED_NBYTES
         counts = (limits.max_qp, one.attributes.send_depth, depth.initiator, depth.responder)
         rows.append(
             [
                 one.name,
-                "any size" if is_any else format_size(device.region_nbytes_max),
+                "any size" if device.takes_any_size else format_size(device.region_nbytes_max),
                 format_size(one.port.message_nbytes_max),
                 *(f"{count:,}" for count in counts),
             ]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceSurvey", "GidRow", "PortSurvey", "find_warnings", "survey_device", "survey_devices"]
 
 
+ANY_SIZE_NBYTES = 1 << 50
 UNUSED = "would be chosen, but the port is not used"
 
 
@@ -161,6 +162,11 @@ class DeviceSurvey:
         """The name of the device."""
         return self.device.name
 
+    @property
+    def takes_any_size(self) -> bool:
+        """Whether its limit on a region is none that memory could reach."""
+        return self.region_nbytes_max >= ANY_SIZE_NBYTES
+
     def to_json(self) -> dict[str, Any]:
         """Return the device as a JSON object."""
         return {
@@ -256,11 +262,11 @@ def _survey_port(
     try:
         choice = choose_gid(table, interfaces, GidPreference.of(config, context.name))
         rows = [
-            GidRow(one.index, one.candidate, one.reason, one.candidate is choice.best and not problem, one.is_usable)
+            GidRow(one.index, one.candidate, one.reason, one.candidate is choice.best, one.is_usable)
             for one in choice.verdicts
         ]
         if problem:
-            rows = [dataclasses.replace(row, verdict=row.verdict.replace("chosen", UNUSED)) for row in rows]
+            rows = [dataclasses.replace(row, verdict=UNUSED, is_chosen=False) if row.is_chosen else row for row in rows]
     except DeviceUnusableError as error:
         problem = problem or error.reason
         rows = [GidRow(one.index or 0, one, "not used", False, False) for one in find_candidates(table, interfaces)]

@@ -7,7 +7,6 @@ one plain block of host memory is refused here, before any system call. Read nex
 from __future__ import annotations
 
 import mmap
-import operator
 import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import numpy as np
 
 from kvxfer.errors import MemoryArgumentError
 from kvxfer.text import show
-from kvxfer.types import ADDRESS_MAX
+from kvxfer.types import ADDRESS_MAX, as_whole_number
 
 __all__ = ["BufferView", "buffer_view"]
 
@@ -127,12 +126,10 @@ def _from_address(pair: tuple[Any, ...]) -> BufferView:
         _refuse(pair, f"has {len(pair)} items", remedy)
     numbers = []
     for name, value in zip(("address", "nbytes"), pair, strict=True):
-        try:
-            if isinstance(value, (bool, np.bool_)):
-                raise TypeError
-            numbers.append(operator.index(value))
-        except TypeError:
+        number = as_whole_number(value)
+        if number is None:
             _refuse(pair, f"has {show(value)} as {name}, which is no int", remedy)
+        numbers.append(number)
     return _checked(pair, BufferView(numbers[0], numbers[1], read_only=False, owner=None, kind="address"))
 
 

@@ -6,8 +6,6 @@ Read next: `slices.py`, which finds their regions, joins and cuts them.
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from array import array
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -17,15 +15,13 @@ import numpy.typing as npt
 
 from kvxfer.errors import UsageError
 from kvxfer.text import format_count, name_kind
-from kvxfer.types import ADDRESS_MAX, AddressColumn
+from kvxfer.types import ADDRESS_MAX, BOOLS, AddressColumn, as_whole_number
 
 __all__ = ["Integers", "Rows", "as_columns", "as_rows", "bounds"]
 
 Integers: TypeAlias = "int | np.integer[Any] | Sequence[int] | npt.NDArray[Any]"
 
 _INT64 = np.dtype(np.int64)
-_BOOLS = (bool, np.bool_)
-"""No numbers here, though they have an `__index__`: numpy's until 2.3."""
 ADDRESS_ITEM_NBYTES_MIN = 4
 """An array of shorter integers cannot hold addresses: it is the memory itself, given for its address."""
 
@@ -155,7 +151,7 @@ def _from_sequence(name: str, value: Sequence[Any]) -> AddressColumn:
     try:
         if kinds <= {int}:
             return np.fromiter(value, np.int64, len(value))
-        if kinds.isdisjoint(_BOOLS):
+        if kinds.isdisjoint(BOOLS):
             return np.frombuffer(array("q", value), np.int64)  # takes whatever is an index, np.int64 for one
     except (OverflowError, TypeError):
         pass
@@ -164,10 +160,7 @@ def _from_sequence(name: str, value: Sequence[Any]) -> AddressColumn:
 
 def _refuse_sequence(name: str, value: Sequence[Any]) -> NoReturn:
     for row, item in enumerate(value):
-        number = None
-        if not isinstance(item, _BOOLS):
-            with contextlib.suppress(TypeError):
-                number = operator.index(item)
+        number = as_whole_number(item)
         if number is None:
             refuse = _refuse_region if hasattr(item, "address") else _refuse_kind
             refuse(name, f"its row {row} is {name_kind(item)}", row=row)

@@ -11,7 +11,6 @@ import errno
 import os
 import select
 import socket
-import struct
 import time
 
 import numpy as np
@@ -38,6 +37,7 @@ from kvxfer.mooncake.wire.tcp_frames import (
 )
 from kvxfer.system.calls import MSG_DONTWAIT, Messenger
 from kvxfer.system.iovec import IovecCursor
+from kvxfer.transports.sockets import close_with_reset
 from kvxfer.transports.tcp import tune
 from kvxfer.types import AddressColumn, Opcode
 
@@ -45,7 +45,6 @@ __all__ = ["Lane", "Rows"]
 
 WINDOW_NBYTES = 1 << 20
 """The most one call is given: what socket buffers take at once, and some 300 us."""
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with 0 seconds: close sends RST (socket(7))
 
 Rows = tuple[AddressColumn, AddressColumn, AddressColumn]
 """Local addresses, remote addresses, byte counts."""
@@ -148,9 +147,7 @@ class Lane:
 
     def reset(self) -> None:
         """Close so that the peer finds an error instead of the end of a stream."""
-        with contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._socket.close()
+        close_with_reset(self._socket)
 
     def close(self) -> None:
         """Close in order."""

@@ -77,7 +77,7 @@ class PortWatch:
     def look_for_port(self, device: str, port: int) -> None:
         """Have a port taken into use that may carry data now, unless the settings leave it out."""
         wanted = self._config.rdma_devices
-        if wanted is None or any(item.device == device and item.port in (None, port) for item in wanted):
+        if wanted is None or any(item.includes(device, port) for item in wanted):
             self.look_soon()
 
     def look_soon(self) -> None:

@@ -20,6 +20,7 @@ from kvxfer.errors import KvxferError, PeerClosedError, PeerUnreachableError, Re
 from kvxfer.system.calls import MSG_DONTWAIT, MSG_WAITALL, Messenger
 from kvxfer.system.iovec import IovecCursor, ShortCursor, address_of
 from kvxfer.transports.base import Delivery, Transfer
+from kvxfer.transports.sockets import close_with_reset
 from kvxfer.transports.tcp_wire import (
     COLUMN_DTYPE,
     OK,
@@ -38,8 +39,6 @@ WINDOW_NBYTES = 16 << 20
 """The most one blocking call is given: 5 ms at 3 GB/s. A call ends after `TICK_S` anyway."""
 TICK_S = 0.1
 """How long a call may block (SO_RCVTIMEO, SO_SNDTIMEO): the bound on seeing a deadline, a cancel or Ctrl-C."""
-
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with 0 seconds: close sends RST (socket(7))
 
 
 class Requests:
@@ -205,9 +204,7 @@ class Stream:
 
     def reset(self) -> None:
         """Close so that the peer finds an error before anything that is still queued."""
-        with contextlib.suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._socket.close()
+        close_with_reset(self._socket)
 
     def close(self) -> None:
         """Close in order."""

@@ -213,8 +213,7 @@ def _judge(port: Port, never: str) -> PortVerdict:
 
 def _why_never(port: Port, transport_type: TransportType, wanted: Sequence[DevicePort] | None, vendor_id: int) -> str:
     """Why a port never carries data for us; "" where it may."""
-    named = [item for item in wanted or () if item.device == port.device]
-    if wanted is not None and not any(item.port in (None, port.number) for item in named):
+    if wanted is not None and not any(item.includes(port.device, port.number) for item in wanted):
         return NOT_WANTED
     if transport_type not in (TransportType.IB, TransportType.IWARP, TransportType.UNKNOWN):
         return f"unsupported ({transport_type}, such as EFA): it has no RC queue pairs"
