@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeLibrary, FakeNic, FakePort, FakeQueuePair, connectx, erdma, gid, iwarp
 from tests.support.gid_rows import interface
+from tests.support.peer import wait_until
 
 A, B = "10.10.0.1", "10.10.0.2"
 ANY = ("shm", "rdma", "tcp")
 MIB = 1 << 20
 Status = CompletionStatus
+
+until = functools.partial(wait_until, timeout_s=5.0)
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +72,6 @@ def sender(pair: Pair) -> FakeQueuePair:
 def submit(pair: Pair, count: int = 10, nbytes: int = 64) -> TransferBatch:
     rows = 2 * nbytes * np.arange(count, dtype=np.int64)
     return pair.a.submit_write(pair.segment, pair.local.address + rows, pair.remote.address + rows, nbytes)
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
 
 
 # Which transport is used.
@@ -576,11 +573,8 @@ def test_each_row_has_one_outcome_where_both_ends_write_and_connections_break(ho
     assert not failed
 
 
-def test_a_row_is_posted_four_times_and_no_more(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B114: every request ends with RETRY_EXC; each connection is broken by its first one."""
-    hosts.fabric.trace = []
-    pair = open_pair(hosts)
-    sender(pair).inject(Status.RETRY_EXC_ERR)
+def break_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the first request of each connection that "a" makes from now on end with RETRY_EXC."""
     modify = FakeQueuePair.modify
 
     def break_new(self: FakeQueuePair, attr: Any, mask: int) -> int:
@@ -590,6 +584,14 @@ def test_a_row_is_posted_four_times_and_no_more(hosts: FakeHosts, monkeypatch: p
         return error
 
     monkeypatch.setattr(FakeQueuePair, "modify", break_new)
+
+
+def test_a_row_is_posted_four_times_and_no_more(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B114: every request ends with RETRY_EXC; each connection is broken by its first one."""
+    hosts.fabric.trace = []
+    pair = open_pair(hosts)
+    sender(pair).inject(Status.RETRY_EXC_ERR)
+    break_new_connections(monkeypatch)
 
     with pytest.raises(CompletionError):
         submit(pair, 5).wait(10.0)
@@ -603,15 +605,7 @@ def test_a_batch_that_is_flushed_first_fails_with_what_the_device_said_later(
     """B115: a flush is no cause; soft RoCE may tell one before the time-out that it stands for."""
     pair = open_pair(hosts)
     sender(pair).inject(Status.WR_FLUSH_ERR)
-    modify = FakeQueuePair.modify
-
-    def break_new(self: FakeQueuePair, attr: Any, mask: int) -> int:
-        error = modify(self, attr, mask)
-        if self.state is QueuePairState.RTS and self.device.library.name == "a" and not self.injections:
-            self.inject(Status.RETRY_EXC_ERR)
-        return error
-
-    monkeypatch.setattr(FakeQueuePair, "modify", break_new)
+    break_new_connections(monkeypatch)
 
     with pytest.raises(CompletionError, match="RETRY_EXC_ERR"):
         submit(pair, 5).wait(10.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,11 @@ from kvxfer.verbs.enums import EventType, PortState
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeFabric, FakeLibrary, FakeNic, FakePort, erdma, gid
+from tests.support.peer import wait_until
 
 NBYTES = 4 << 20
+
+until = functools.partial(wait_until, timeout_s=5.0)
 
 
 @pytest.fixture
@@ -41,13 +45,6 @@ def names(engine: TransferEngine) -> list[str]:
 
 def offered(engine: TransferEngine) -> list[str]:
     return [port["offer"]["device"] for port in engine._transports["rdma"].card()["ports"]]
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def write_until_connected(pair: Pair, count: int) -> None:

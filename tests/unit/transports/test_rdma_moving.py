@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,13 @@ from kvxfer.verbs.completion_queue import CompletionQueue
 from kvxfer.verbs.enums import CompletionStatus, QueuePairState, WorkOpcode
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_verbs import FakeFabric, FakeNic, FakeQueuePair, connectx
+from tests.support.peer import wait_until
 
 A, B = "10.10.0.1", "10.10.0.2"
 Status = CompletionStatus
 SHORT_S = 0.05
+
+until = functools.partial(wait_until, timeout_s=2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +94,6 @@ def wait_in_thread(batch: TransferBatch) -> tuple[threading.Thread, list[BaseExc
     thread = threading.Thread(target=run)
     thread.start()
     return thread, caught
-
-
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
 
 
 # Cutting.

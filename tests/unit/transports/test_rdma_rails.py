@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import threading
 import time
 from collections import Counter
@@ -27,9 +28,12 @@ from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_verbs import FakeDevice, FakeFabric, FakeGid, FakeNic, FakePort, connectx, erdma, gid
 from tests.support.fake_verbs import Path as FabricPath
 from tests.support.gid_rows import interface
+from tests.support.peer import wait_until
 
 Status = CompletionStatus
 LARGE_NBYTES = 4 << 20
+
+until = functools.partial(wait_until, timeout_s=2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +70,6 @@ def nics(pair: Pair) -> tuple[Nic, ...]:
 def sent(pair: Pair) -> dict[str, int]:
     """Bytes by port of ours."""
     return {nic.name: nic.nbytes_sent for nic in nics(pair)}
-
-
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
 
 
 def whole(pair: Pair, nbytes: int = 65536, **options: Any) -> TransferBatch:
@@ -311,9 +308,8 @@ def test_many_small_batches_at_once_have_the_other_rails_connected(tmp_path: Pat
         pair.a.wait_all(small)
 
 
-def test_a_rail_that_is_being_stopped_holds_no_batch_up_on_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hold_drains(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Have a queue that is stopped not be empty: set by the first look at one, and to be set to let them end."""
     is_draining, may_end = threading.Event(), threading.Event()
     drain = SendQueue.drain
 
@@ -321,6 +317,14 @@ def test_a_rail_that_is_being_stopped_holds_no_batch_up_on_another(
         is_draining.set()
         return may_end.is_set() and drain(queue)
 
+    monkeypatch.setattr(SendQueue, "drain", slow_drain)
+    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.STOP_S", 30.0)
+    return is_draining, may_end
+
+
+def test_a_rail_that_is_being_stopped_holds_no_batch_up_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
         pair = open_pair(made)
         made.fabric.delivery = "post"
@@ -328,8 +332,7 @@ def test_a_rail_that_is_being_stopped_holds_no_batch_up_on_another(
         made.fabric.delivery = "manual"
         at = pair.local.address, pair.remote.address
         stopped, other = (pair.a.submit_write(pair.segment, *at, 4096) for _ in range(2))  # they take turns
-        monkeypatch.setattr(SendQueue, "drain", slow_drain)
-        monkeypatch.setattr("kvxfer.transports.rdma_endpoint.STOP_S", 30.0)
+        is_draining, may_end = hold_drains(monkeypatch)
         canceller = threading.Thread(target=stopped.cancel)
         canceller.start()
         is_draining.wait(2.0)
@@ -348,19 +351,11 @@ def test_a_rail_that_is_being_stopped_holds_no_batch_up_on_another(
 def test_a_batch_on_a_queue_that_another_is_stopping_does_not_end_before_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_draining, may_end = threading.Event(), threading.Event()
-    drain = SendQueue.drain
-
-    def slow_drain(queue: SendQueue) -> bool:
-        is_draining.set()
-        return may_end.is_set() and drain(queue)
-
     with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
         pair = open_pair(made, 1)
         at = pair.local.address, pair.remote.address
         batches = [pair.a.submit_write(pair.segment, *at, 4096) for _ in range(2)]
-        monkeypatch.setattr(SendQueue, "drain", slow_drain)
-        monkeypatch.setattr("kvxfer.transports.rdma_endpoint.STOP_S", 30.0)
+        is_draining, may_end = hold_drains(monkeypatch)
         cancellers = [threading.Thread(target=batch.cancel) for batch in batches]
         cancellers[0].start()
         is_draining.wait(2.0)
