@@ -1,6 +1,7 @@
 """The plain data that every floor shares: opcodes, rights, region descriptors, dtypes.
 
-No clock, no memory, no behaviour but what counts as a whole number. Read `memory/regions.py` and `transports/base.py` for who uses them.
+No clock, no memory, no behaviour but what counts as a whole number. Read `memory/regions.py` and
+`transports/base.py` for who uses them.
 """
 
 from __future__ import annotations
