@@ -21,9 +21,9 @@ from kvxfer.compat.mooncake.own import Own, rdma_nics
 from kvxfer.compat.mooncake.settings import P2P, Wish, open_engine
 from kvxfer.compat.mooncake.target import MooncakeTarget
 from kvxfer.compat.mooncake.targets import Targets
-from kvxfer.mooncake import rdma as mooncake_rdma
 from kvxfer.mooncake.calls import ask_descriptor
 from kvxfer.mooncake.rdma import MooncakeRdmaAnswer
+from kvxfer.mooncake.rdma import answer as mooncake_answer
 from kvxfer.mooncake.wire.descriptor import SegmentDescriptor
 from kvxfer.types import Rights
 from tests.support.fake_engines import FakeHosts, fake_hosts
@@ -231,7 +231,7 @@ def answers(hosts: FakeHosts) -> Iterator[MooncakeRdmaAnswer]:
 def test_process_that_connects_anew_takes_its_own_place_and_another_one_the_oldest(
     hosts: FakeHosts, answers: MooncakeRdmaAnswer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake_rdma, "ENDPOINTS_MAX", 1)
+    monkeypatch.setattr(mooncake_answer, "ENDPOINTS_MAX", 1)
     first = answers.answer(ask_for("one", 17, 18))
 
     second = answers.answer(ask_for("one", 19, 20))

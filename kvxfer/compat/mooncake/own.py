@@ -1,7 +1,7 @@
 """What this process tells real Mooncake processes of itself, and its end of their RDMA connections.
 
 `MooncakeService` knows tcp; with protocol "rdma" the descriptor names devices and keys instead, and CONNECTION messages
-are answered. kvxfer's own peers read only the mark in it. Read next: `kvxfer/mooncake/service.py` and `rdma.py` there.
+are answered. kvxfer's own peers read only the mark in it. Read next: `kvxfer/mooncake/service.py` and `rdma/` there.
 """
 
 from __future__ import annotations
