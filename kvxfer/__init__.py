@@ -54,7 +54,7 @@ from kvxfer.errors import (
     VerbsProviderError,
     VerbsUnavailableError,
 )
-from kvxfer.memory.regions import Region
+from kvxfer.memory.region import Region
 from kvxfer.notifications import Notification
 from kvxfer.segment import Segment
 from kvxfer.types import Opcode, Probe, RegionDescriptor, Rights

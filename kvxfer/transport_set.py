@@ -13,7 +13,7 @@ from kvxfer.errors import TransportUnavailableError
 from kvxfer.limits import is_shortage, shortage
 from kvxfer.log import get_logger
 from kvxfer.memory.buffers import BufferView
-from kvxfer.memory.regions import RegionKeys
+from kvxfer.memory.region import RegionKeys
 from kvxfer.text import join_reasons
 from kvxfer.transports import TRANSPORTS
 from kvxfer.transports.base import Transport

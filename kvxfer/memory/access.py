@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.errors import AccessDeniedError
-from kvxfer.memory.regions import Region
+from kvxfer.memory.region import Region
 from kvxfer.types import Opcode, RegionDescriptor
 
 __all__ = ["access_denied"]
