@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvxfer.errors import UsageError
 from kvxfer.types import ADDRESS_MAX, AddressColumn
 
-__all__ = ["Rows", "take_column", "take_int", "take_text"]
+__all__ = ["Rows", "take_column", "take_columns", "take_int", "take_row", "take_text"]
 
 UNSIGNED_MAX = 2**64 - 1
 TOTAL_MAX = 2**62
@@ -123,6 +123,34 @@ def take_column(call: str, name: str, value: object) -> npt.NDArray[Any]:
     numbers = [take_int(call, f"{name}[{row}]", item) for row, item in enumerate(items)]
     fits = all(number <= ADDRESS_MAX for number in numbers)
     return np.array(numbers, np.int64 if fits else np.uint64)
+
+
+def take_row(call: str, row: tuple[object, object, object, object], hint: object) -> tuple[str, Rows]:
+    """Return the peer's name and the one row of (target_hostname, buffer, peer_buffer_address, length).
+
+    hint: the transport_hint, which must be a text and is ignored.
+    """
+    target_hostname, buffer, peer_buffer_address, length = row
+    take_text(call, "transport_hint", hint)
+    return take_text(call, "target_hostname", target_hostname, none_is_null=True), Rows.of_one(
+        take_int(call, "buffer", buffer),
+        take_int(call, "peer_buffer_address", peer_buffer_address),
+        take_int(call, "length", length),
+    )
+
+
+def take_columns(
+    call: str, rows: tuple[object, object, object, object], hint: object
+) -> tuple[str, list[npt.NDArray[Any]]]:
+    """Return the peer's name and the lists of (target_hostname, buffers, peer_buffer_addresses, lengths).
+
+    That the lists have one length is `Rows.of_columns`' to check: an error of the transfer, not of a type.
+    """
+    target_hostname, *lists = rows
+    take_text(call, "transport_hint", hint)
+    names = ("buffers", "peer_buffer_addresses", "lengths")
+    columns = [take_column(call, name, value) for name, value in zip(names, lists, strict=True)]
+    return take_text(call, "target_hostname", target_hostname, none_is_null=True), columns
 
 
 def _from_array(call: str, name: str, value: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -13,19 +13,17 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from kvxfer import EngineConfig, KvxferError, MemoryArgumentError, Opcode, UnsupportedError, UsageError
-from kvxfer.compat.mooncake.arguments import Rows, take_column, take_int, take_text
+from kvxfer.compat.mooncake.arguments import Rows, take_column, take_columns, take_int, take_row, take_text
 from kvxfer.compat.mooncake.codes import Answer, Code, answer
 from kvxfer.compat.mooncake.memory import copy_bytes
 from kvxfer.compat.mooncake.running import Running, close_with
 from kvxfer.compat.mooncake.settings import P2P, Wish
 from kvxfer.compat.mooncake.topology import NO_TOPOLOGY, local_topology
-from kvxfer.compat.mooncake.types import InnerTransferEngine, TransferNotify, TransferOpcode
+from kvxfer.compat.mooncake.types import InnerTransferEngine, TransferNotify, TransferOpcode, take_notify, take_opcode
 from kvxfer.system.iovec import address_of
 from kvxfer.types import ADDRESS_MAX
 
 __all__ = ["TransferEngine"]
-
-NATIVE = {TransferOpcode.Read: Opcode.READ, TransferOpcode.Write: Opcode.WRITE}
 
 
 class TransferEngine:
@@ -178,17 +176,15 @@ class TransferEngine:
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
     ) -> int:
         """Write one row of local memory to a peer's. transport_hint: ignored."""
-        call = "transfer_sync_write"
-        take_text(call, "transport_hint", transport_hint)
-        return self._move_row(call, Opcode.WRITE, target_hostname, buffer, peer_buffer_address, length)
+        row = (target_hostname, buffer, peer_buffer_address, length)
+        return self._move_row("transfer_sync_write", Opcode.WRITE, row, transport_hint)
 
     def transfer_sync_read(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
     ) -> int:
         """Read one row of a peer's memory into local memory."""
-        call = "transfer_sync_read"
-        take_text(call, "transport_hint", transport_hint)
-        return self._move_row(call, Opcode.READ, target_hostname, buffer, peer_buffer_address, length)
+        row = (target_hostname, buffer, peer_buffer_address, length)
+        return self._move_row("transfer_sync_read", Opcode.READ, row, transport_hint)
 
     def transfer_sync(
         self,
@@ -202,9 +198,9 @@ class TransferEngine:
     ) -> int:
         """Move one row; `notify` reaches the peer after all bytes, or never."""
         call = "transfer_sync"
-        take_text(call, "transport_hint", transport_hint)
-        native, told = _take_opcode(call, opcode), _take_notify(call, notify)
-        return self._move_row(call, native, target_hostname, buffer, peer_buffer_address, length, told)
+        native, told = take_opcode(call, opcode), take_notify(call, notify)
+        row = (target_hostname, buffer, peer_buffer_address, length)
+        return self._move_row(call, native, row, transport_hint, told)
 
     def batch_transfer_sync_write(
         self,
@@ -215,9 +211,8 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Write rows of local memory to a peer's; any number of them."""
-        call = "batch_transfer_sync_write"
-        take_text(call, "transport_hint", transport_hint)
-        return self._move(call, Opcode.WRITE, target_hostname, (buffers, peer_buffer_addresses, lengths))
+        rows = (target_hostname, buffers, peer_buffer_addresses, lengths)
+        return self._move("batch_transfer_sync_write", Opcode.WRITE, rows, transport_hint)
 
     def batch_transfer_sync_read(
         self,
@@ -228,9 +223,8 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Read rows of a peer's memory into local memory."""
-        call = "batch_transfer_sync_read"
-        take_text(call, "transport_hint", transport_hint)
-        return self._move(call, Opcode.READ, target_hostname, (buffers, peer_buffer_addresses, lengths))
+        rows = (target_hostname, buffers, peer_buffer_addresses, lengths)
+        return self._move("batch_transfer_sync_read", Opcode.READ, rows, transport_hint)
 
     def batch_transfer_sync(
         self,
@@ -244,9 +238,9 @@ class TransferEngine:
     ) -> int:
         """Move rows; `notify` reaches the peer after all of them, or never."""
         call = "batch_transfer_sync"
-        take_text(call, "transport_hint", transport_hint)
-        native, told = _take_opcode(call, opcode), _take_notify(call, notify)
-        return self._move(call, native, target_hostname, (buffers, peer_buffer_addresses, lengths), told)
+        native, told = take_opcode(call, opcode), take_notify(call, notify)
+        rows = (target_hostname, buffers, peer_buffer_addresses, lengths)
+        return self._move(call, native, rows, transport_hint, told)
 
     # Transfers that go on behind the call, whether somebody asks for their status or not.
 
@@ -255,8 +249,7 @@ class TransferEngine:
     ) -> int:
         """Begin to write one row; returns the number of the batch, 0 where it could not begin."""
         call = "transfer_submit_write"
-        take_text(call, "transport_hint", transport_hint)
-        name, rows = _take_row(call, target_hostname, buffer, peer_buffer_address, length)
+        name, rows = take_row(call, (target_hostname, buffer, peer_buffer_address, length), transport_hint)
         return self._answer(call, 0, lambda running: running.submit(Opcode.WRITE, name, rows))
 
     def batch_transfer_async_write(
@@ -268,9 +261,8 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Begin to write rows; returns the number of the batch, 0 where it could not begin."""
-        call = "batch_transfer_async_write"
-        take_text(call, "transport_hint", transport_hint)
-        return self._submit(call, Opcode.WRITE, target_hostname, (buffers, peer_buffer_addresses, lengths))
+        rows = (target_hostname, buffers, peer_buffer_addresses, lengths)
+        return self._submit("batch_transfer_async_write", Opcode.WRITE, rows, transport_hint)
 
     def batch_transfer_async_read(
         self,
@@ -281,9 +273,8 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Begin to read rows; returns the number of the batch, 0 where it could not begin."""
-        call = "batch_transfer_async_read"
-        take_text(call, "transport_hint", transport_hint)
-        return self._submit(call, Opcode.READ, target_hostname, (buffers, peer_buffer_addresses, lengths))
+        rows = (target_hostname, buffers, peer_buffer_addresses, lengths)
+        return self._submit("batch_transfer_async_read", Opcode.READ, rows, transport_hint)
 
     def batch_transfer_async(
         self,
@@ -296,9 +287,9 @@ class TransferEngine:
     ) -> int:
         """Begin to move rows; returns the number of the batch, 0 where it could not begin."""
         call = "batch_transfer_async"
-        take_text(call, "transport_hint", transport_hint)
-        native = _take_opcode(call, opcode)
-        return self._submit(call, native, target_hostname, (buffers, peer_buffer_addresses, lengths))
+        native = take_opcode(call, opcode)
+        rows = (target_hostname, buffers, peer_buffer_addresses, lengths)
+        return self._submit(call, native, rows, transport_hint)
 
     def transfer_check_status(self, batch_id: int, /) -> int:
         """Return how a batch is. 1: all of it is done, 0: it runs, -1: it failed, -2: it ran out of time.
@@ -373,28 +364,26 @@ class TransferEngine:
         self,
         call: str,
         opcode: Opcode,
-        target_hostname: object,
-        buffer: object,
-        peer_buffer_address: object,
-        length: object,
+        row: tuple[object, object, object, object],
+        hint: object,
         notify: tuple[str, str] | None = None,
     ) -> int:
-        name, rows = _take_row(call, target_hostname, buffer, peer_buffer_address, length)
+        name, rows = take_row(call, row, hint)
         return self._do(call, lambda running: running.transfer(opcode, name, rows, notify))
 
     def _move(
         self,
         call: str,
         opcode: Opcode,
-        target_hostname: object,
-        lists: tuple[object, object, object],
+        rows: tuple[object, object, object, object],
+        hint: object,
         notify: tuple[str, str] | None = None,
     ) -> int:
-        name, columns = _take_columns(call, target_hostname, lists)
+        name, columns = take_columns(call, rows, hint)
         return self._do(call, lambda running: running.transfer(opcode, name, Rows.of_columns(*columns), notify))
 
-    def _submit(self, call: str, opcode: Opcode, target_hostname: object, lists: tuple[object, object, object]) -> int:
-        name, columns = _take_columns(call, target_hostname, lists)
+    def _submit(self, call: str, opcode: Opcode, rows: tuple[object, object, object, object], hint: object) -> int:
+        name, columns = take_columns(call, rows, hint)
         return self._answer(call, 0, lambda running: running.submit(opcode, name, Rows.of_columns(*columns)))
 
     def _do(self, call: str, work: Callable[[Running], None]) -> int:
@@ -425,37 +414,3 @@ class TransferEngine:
             )
         running.check_owner()
         return work(running)
-
-
-def _take_row(
-    call: str, target_hostname: object, buffer: object, peer_buffer_address: object, length: object
-) -> tuple[str, Rows]:
-    return take_text(call, "target_hostname", target_hostname, none_is_null=True), Rows.of_one(
-        take_int(call, "buffer", buffer),
-        take_int(call, "peer_buffer_address", peer_buffer_address),
-        take_int(call, "length", length),
-    )
-
-
-def _take_columns(call: str, target_hostname: object, lists: tuple[object, object, object]) -> tuple[str, list[Any]]:
-    names = ("buffers", "peer_buffer_addresses", "lengths")
-    columns = [take_column(call, name, value) for name, value in zip(names, lists, strict=True)]
-    return take_text(call, "target_hostname", target_hostname, none_is_null=True), columns
-
-
-def _take_opcode(call: str, opcode: object) -> Opcode:
-    if not isinstance(opcode, TransferOpcode):
-        raise TypeError(
-            f"{call}(): incompatible function arguments: opcode must be a TransferOpcode, not {type(opcode).__name__}."
-        )
-    return NATIVE[opcode]
-
-
-def _take_notify(call: str, notify: object) -> tuple[str, str] | None:
-    if notify is None:
-        return None
-    if not isinstance(notify, TransferNotify):
-        raise TypeError(
-            f"{call}(): incompatible function arguments: notify must be a TransferNotify, not {type(notify).__name__}."
-        )
-    return notify.name, notify.msg

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from kvxfer.compat.mooncake.arguments import take_text
 from kvxfer.errors import UnsupportedError
+from kvxfer.types import Opcode
 
 __all__ = [
     "InnerTransferEngine",
@@ -21,6 +22,8 @@ __all__ = [
     "TransferOpcode",
     "create_rpc_client",
     "create_rpc_server",
+    "take_notify",
+    "take_opcode",
 ]
 
 
@@ -80,6 +83,26 @@ class TransferNotify:
 
     def __repr__(self) -> str:
         return f"<TransferNotify {self._name!r}: {self._msg!r}>"
+
+
+def take_opcode(call: str, opcode: object) -> Opcode:
+    """Return an opcode argument as kvxfer's own; raises TypeError for anything but a TransferOpcode."""
+    if not isinstance(opcode, TransferOpcode):
+        raise TypeError(
+            f"{call}(): incompatible function arguments: opcode must be a TransferOpcode, not {type(opcode).__name__}."
+        )
+    return Opcode.READ if opcode is TransferOpcode.Read else Opcode.WRITE
+
+
+def take_notify(call: str, notify: object) -> tuple[str, str] | None:
+    """Return a notify argument as (name, message), None for none; raises TypeError for anything else."""
+    if notify is None:
+        return None
+    if not isinstance(notify, TransferNotify):
+        raise TypeError(
+            f"{call}(): incompatible function arguments: notify must be a TransferNotify, not {type(notify).__name__}."
+        )
+    return notify.name, notify.msg
 
 
 class InnerTransferEngine:
