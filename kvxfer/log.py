@@ -32,6 +32,7 @@ EVENTS: dict[str, str] = {
     "data.stalled": "a Mooncake process stopped in the middle of a row; its connection was closed",
     "engine.address_unsure": "the address told to peers is a guess",
     "engine.closed": "an engine was closed",
+    "engine.exposed": "an engine listens on all addresses without a key; told once in a process",
     "engine.started": "an engine listens",
     "listener.accept_failed": "accept(2) failed, usually for want of file descriptors; tried again",
     "listener.full": "a peer was refused because connections_max are open",

@@ -26,7 +26,10 @@ from kvxfer.serving import PeerService
 from kvxfer.transport_set import TransportSet
 from kvxfer.transports.loop import Loop
 
-__all__ = ["Runtime"]
+__all__ = ["KEY_REMEDY", "WITHOUT_KEY", "Runtime"]
+
+WITHOUT_KEY = "without a key anyone who reaches the port may read and write what is registered"
+KEY_REMEDY = "Set KVXFER_KEY to one secret on both sides, such as `openssl rand -hex 32` prints."
 
 
 class Runtime:
@@ -69,6 +72,10 @@ class Runtime:
         self._listener.start()
         _RUNNING.add(self)
         self._log.info("engine.started", address=self.service.address, transports=list(self.transports))
+        if config.key is None and is_wildcard(config.host) and os.getpid() not in _warned:
+            _warned.add(os.getpid())
+            address = format_host_port(config.host, self._listener.port)
+            self._log.warning("engine.exposed", address=address, reason=WITHOUT_KEY, remedy=KEY_REMEDY)
 
     def __str__(self) -> str:
         state = "closed" if self.closed is not None else ", ".join(self.transports)
@@ -153,6 +160,9 @@ def _advertised(host: str, port: int) -> str:
 
 _RUNNING: set[Runtime] = set()
 """The open engines of this process: closed at exit, abandoned in a forked child."""
+
+_warned: set[int] = set()
+"""The process that has told of an exposed engine: once is enough, but a forked child tells it for itself."""
 
 
 def _close_all() -> None:

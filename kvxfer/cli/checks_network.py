@@ -11,10 +11,10 @@ import socket
 from collections.abc import Callable
 
 from kvxfer.cli.check import Check, Machine
-from kvxfer.cli.keys import KEY_REMEDY, WITHOUT_KEY
 from kvxfer.cli.table import format_size
 from kvxfer.config import TRANSPORT_NAMES, EngineConfig
 from kvxfer.interfaces import default_route_host
+from kvxfer.runtime import KEY_REMEDY, WITHOUT_KEY
 from kvxfer.transports import TRANSPORTS
 from kvxfer.types import Probe
 

@@ -9,10 +9,7 @@ import os
 
 from kvxfer.errors import AuthenticationError, ConfigError, KvxferError
 
-__all__ = ["KEY_REMEDY", "WITHOUT_KEY", "key_settings", "remedy_of"]
-
-WITHOUT_KEY = "without a key anyone who reaches the port may read and write what is registered"
-KEY_REMEDY = "Set KVXFER_KEY to one secret on both sides, such as `openssl rand -hex 32` prints."
+__all__ = ["key_settings", "remedy_of"]
 
 
 def key_settings(variable: str | None) -> dict[str, str]:

@@ -20,11 +20,12 @@ from typing import Any
 
 from kvxfer.cli.checks_network import is_exposed
 from kvxfer.cli.environment import given
-from kvxfer.cli.keys import KEY_REMEDY, WITHOUT_KEY, key_settings
+from kvxfer.cli.keys import key_settings
 from kvxfer.cli.mesh_agent import MeshAgent
 from kvxfer.cli.rail_check import REGION_NAME
 from kvxfer.cli.table import Style, format_size, wrap
 from kvxfer.engine import TransferEngine
+from kvxfer.runtime import KEY_REMEDY, WITHOUT_KEY
 from kvxfer.text import guess_protocol
 
 __all__ = ["REGION_NAME", "run", "to_words"]

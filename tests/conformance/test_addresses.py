@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kvxfer import ConfigError, KvxferError, PeerRestartedError, PeerUnreachableError, TransferEngine
-from kvxfer.addresses import HostPort
+from kvxfer.addresses import HostPort, format_host_port
 from kvxfer.control import resolve
-from tests.support.peer import Peer, environment
+from kvxfer.runtime import KEY_REMEDY, WITHOUT_KEY
+from tests.support.peer import Peer, environment, run_script
 
 
 def has_ipv6() -> bool:
@@ -256,6 +257,30 @@ def test_address_that_the_user_tells_is_the_one_published(
 def test_address_that_no_peer_could_use_is_not_published(told: str) -> None:  # B68, B71
     with pytest.raises(ConfigError, match="advertise_host"):
         TransferEngine(advertise_host=told).close()
+
+
+EXPOSED = """
+import sys, kvxfer
+settings = dict(pair.split("=") for pair in sys.argv[1:])
+for _ in range(2):
+    with kvxfer.TransferEngine(**settings, transports=("tcp",)):
+        pass
+"""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("::", marks=needs_ipv6)])
+def test_engine_that_listens_on_all_addresses_without_a_key_is_told_once(host: str) -> None:
+    _, told = run_script(EXPOSED, f"host={host}").communicate(timeout=30)
+
+    (line,) = told.splitlines()
+    assert line.startswith(f"kvxfer: warning: engine.exposed address='{format_host_port(host, 1)[:-1]}")
+    assert WITHOUT_KEY in line
+    assert KEY_REMEDY in line
+
+
+@pytest.mark.parametrize("settings", [("host=0.0.0.0", "key=correct horse"), ("host=127.0.0.1",)])
+def test_engine_with_a_key_or_for_this_host_only_is_not_told(settings: tuple[str, ...]) -> None:
+    assert run_script(EXPOSED, *settings).communicate(timeout=30) == ("", "")
 
 
 PUBLISHED = """
