@@ -1,4 +1,4 @@
-"""host:port as text and back, and the choice of the address that an engine tells its peers. Pure: resolves nothing."""
+"""Hosts, and host:port as text and back; the choice of the address that an engine tells its peers. Resolves nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from kvxfer.errors import ConfigError
 from kvxfer.text import clean, name_kind, show
 
-__all__ = ["HostPort", "choose_advertised_host", "format_host_port", "is_wildcard", "parse_host_port"]
+__all__ = [
+    "HostPort",
+    "check_advertised_host",
+    "check_host",
+    "choose_advertised_host",
+    "format_host_port",
+    "is_wildcard",
+    "parse_host_port",
+]
 
-EXAMPLES = "Write it as 192.0.2.10:41234, [2001:db8::1]:41234, [fe80::1%eth0]:41234 or name.example:41234."
+EXAMPLES = (
+    "Write it with the peer's port: 192.0.2.10:PORT, [2001:db8::1]:PORT, [fe80::1%eth0]:PORT or name.example:PORT."
+)
 
 _PORT = re.compile("0|[1-9][0-9]{0,4}")
 """No sign, blank or leading zero: a port has one spelling, so that parsing and formatting undo each other."""
@@ -36,6 +46,8 @@ def parse_host_port(text: str, default_port: int | None = None) -> HostPort:
     scheme, is_url, _ = text.partition("://")
     if is_url:
         raise _refuse(text, f"it is a URL; leave out {scheme}://")
+    if "," in text:
+        raise _refuse(text, "it is more than one address")
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(host):
@@ -48,15 +60,43 @@ def parse_host_port(text: str, default_port: int | None = None) -> HostPort:
             raise _refuse(text, "an IPv6 address needs brackets")
         host, colon, tail = text.partition(":")
         port_text = tail if colon else None
-    if not host or any(ch.isspace() or ch in "[]/@" for ch in host):
-        raise _refuse(text, "it has no usable host")
+    if fault := _find_fault(host):
+        raise _refuse(text, f"its host {fault}")
     if port_text is None:
         if default_port is None:
             raise _refuse(text, "it has no port")
         return HostPort(host, default_port)
+    if not port_text:
+        raise _refuse(text, "no port follows the colon")
     if not _PORT.fullmatch(port_text) or int(port_text) > 65535:
         raise _refuse(text, f"the port is {port_text!r}, not a number from 0 to 65535")
     return HostPort(host, int(port_text))
+
+
+def check_host(value: object) -> str:
+    """Return a host without a port, an IPv6 address without brackets; raises ValueError with what is wrong with it."""
+    if not isinstance(value, str):
+        raise ValueError(f"it is {name_kind(value)}, not text")
+    scheme, is_url, _ = value.partition("://")
+    if is_url:
+        raise ValueError(f"it is a URL; leave out {scheme}://")
+    if value.count(":") == 1 or "]:" in value:
+        raise ValueError("it has a port in it, which is the setting port (KVXFER_PORT)")
+    if value.startswith("[") and value.endswith("]"):
+        raise ValueError("leave out the brackets")
+    if ":" in value and not _is_ipv6(value):
+        raise ValueError("it has colons and is no IPv6 address")
+    if fault := _find_fault(value):
+        raise ValueError(f"it {fault}")
+    return value
+
+
+def check_advertised_host(value: object) -> str:
+    """Return a host that peers can be told; raises ValueError as `check_host`, and for all addresses."""
+    host = check_host(value)
+    if is_wildcard(host):
+        raise ValueError("it means all addresses, and no peer can open them")
+    return host
 
 
 def format_host_port(host: str, port: int) -> str:
@@ -100,6 +140,14 @@ def choose_advertised_host(
 
 def _usable(interfaces: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(name, host) for name, host in interfaces if not _is_useless(host) and not _is_bridge(name)]
+
+
+def _find_fault(host: str) -> str:
+    """Return what no host is or has, in words; "" where nothing is wrong."""
+    if not host.strip():
+        return "is empty"
+    bad = next((letter for letter in host if letter.isspace() or not letter.isprintable() or letter in "[]/@,"), None)
+    return f"has {bad!r} in it" if bad else ""
 
 
 def _refuse(text: object, reason: str) -> ConfigError:

@@ -12,13 +12,12 @@ import contextlib
 import dataclasses
 import functools
 import ipaddress
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.addresses import check_advertised_host, check_host
 from kvxfer.errors import ConfigError
 from kvxfer.log import get_logger
 from kvxfer.rdma_names import (
@@ -29,9 +28,11 @@ from kvxfer.rdma_names import (
     parse_attributes,
     parse_devices,
     parse_gid_index,
+    parse_interface,
+    parse_subnet,
 )
-from kvxfer.setting import PREFIX, Setting
-from kvxfer.text import show
+from kvxfer.setting import PREFIX, Setting, count, seconds, setting
+from kvxfer.text import format_count, name_kind, show
 
 __all__ = ["EngineConfig", "closest_variable"]
 
@@ -59,55 +60,6 @@ def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _setting(
-    unit: str,
-    default: Any,
-    meaning: str,
-    source: str,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    parse: Callable[[str], Any] = str,
-    secret: bool = False,
-    synonyms: tuple[str, ...] = (),
-    convert: Callable[[Any], Any] | None = None,
-    choices: tuple[int, ...] = (),
-) -> Any:
-    row = Setting(
-        "", unit, None if callable(default) else default, meaning, source, low, high, parse, synonyms, convert, choices
-    )
-    factory = {"default_factory": default} if callable(default) else {"default": default}
-    return dataclasses.field(**factory, repr=not secret, metadata={"setting": row})
-
-
-def _seconds(default: float, meaning: str, source: str, low: float = 0.001) -> Any:
-    return _setting("s", default, meaning, source, low=low, high=86400.0, parse=float)
-
-
-def _count(unit: str, default: Any, meaning: str, source: str, *, low: int, high: int) -> Any:
-    return _setting(unit, default, meaning, source, low=low, high=high, parse=int)
-
-
-def _parse_host(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError("it is no address or name of a host")
-    if value.count(":") == 1 or "]:" in value:
-        raise ValueError(f"it has a port in it, which is the setting port ({PREFIX}PORT)")
-    return value
-
-
-def _parse_interface(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[^\s/:]{1,15}", value):  # dev_valid_name of the kernel
-        raise ValueError("it is no name of an interface")
-    return value
-
-
-def _parse_subnet(value: Any) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    if not isinstance(value, (str, ipaddress.IPv4Network, ipaddress.IPv6Network)):  # a number would be an address
-        raise ValueError("it is no subnet")
-    return ipaddress.ip_network(value)
-
-
 def _split(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
@@ -116,45 +68,51 @@ def _split(text: str) -> tuple[str, ...]:
 class EngineConfig:
     """The settings of one engine; `settings()` lists them with unit, range and source."""
 
-    host: str = _setting(
-        "host",
+    host: str = setting(
+        "an address or a name, without a port",
         "127.0.0.1",
         "address or name to listen on",
         "reachable from this host only, until told otherwise",
-        convert=_parse_host,
+        convert=check_host,
     )
-    port: int = _count(
+    port: int = count(
         "port", 0, "port to listen on; 0 takes any free one", "no two engines ever clash", low=0, high=65535
     )
-    advertise_host: str | None = _setting("host", None, "address told to peers", "derived from host and the routes")
-    name: str | None = _setting("text", None, "name told to peers", "the engine's address")
-    transports: tuple[str, ...] = _setting(
+    advertise_host: str | None = setting(
+        "an address or a name, without a port",
+        None,
+        "address told to peers",
+        "derived from host and the routes",
+        convert=check_advertised_host,
+    )
+    name: str | None = setting("text", None, "name told to peers", "the engine's address")
+    transports: tuple[str, ...] = setting(
         "names", TRANSPORT_NAMES, "transports in order of preference", "fastest first on each distance", parse=_split
     )
-    key: bytes | None = _setting(
-        "bytes",
+    key: bytes | None = setting(
+        "bytes, at least 8",
         None,
-        "pre-shared key, at least 8 bytes; both sides need the same",
+        "pre-shared key; both sides need the same",
         "no authentication",
         parse=os.fsencode,
         secret=True,
     )
-    transfer_timeout_s: float = _seconds(30.0, "deadline of a batch", "the peers' own: Mooncake 30 s")
-    connect_timeout_s: float = _seconds(5.0, "time to connect to a peer, with retries", "a peer restarts in less")
-    handshake_timeout_s: float = _seconds(
+    transfer_timeout_s: float = seconds(30.0, "deadline of a batch", "the peers' own: Mooncake 30 s")
+    connect_timeout_s: float = seconds(5.0, "time to connect to a peer, with retries", "a peer restarts in less")
+    handshake_timeout_s: float = seconds(
         5.0, "time for a handshake, and for an answer on the control connection", "as connect_timeout_s"
     )
-    unregister_timeout_s: float = _seconds(5.0, "time peers have to let go of a region", "as connect_timeout_s")
-    close_timeout_s: float = _seconds(2.0, "bound on close()", "a person waits that long")
-    keepalive_interval_s: float = _seconds(
+    unregister_timeout_s: float = seconds(5.0, "time peers have to let go of a region", "as connect_timeout_s")
+    close_timeout_s: float = seconds(2.0, "bound on close()", "a person waits that long")
+    keepalive_interval_s: float = seconds(
         2.0, "silence after which a peer is asked for a sign of life", "a dead peer is noticed in seconds"
     )
-    keepalive_timeout_s: float = _seconds(
+    keepalive_timeout_s: float = seconds(
         10.0,
         "silence after which a peer counts as dead",
         "longer than a pause of garbage collection or a debugger's step",
     )
-    tcp_socket_buffer_nbytes: int = _count(
+    tcp_socket_buffer_nbytes: int = count(
         "bytes",
         262144,
         "socket buffers of data connections; 0 leaves them to the kernel",
@@ -162,22 +120,22 @@ class EngineConfig:
         low=0,
         high=1 << 30,
     )
-    tcp_streams_max: int = _count(
+    tcp_streams_max: int = count(
         "connections", 4, "data connections to one peer", "one for each batch that moves at once", low=1, high=256
     )
-    tcp_idle_timeout_s: float = _seconds(
+    tcp_idle_timeout_s: float = seconds(
         60.0, "idle time after which a data connection is closed", "below the usual 5 minutes of firewalls"
     )
-    tcp_service_threads: int = _count(
+    tcp_service_threads: int = count(
         "threads", 2, "threads that serve peers over tcp", "one batch takes one", low=1, high=256
     )
-    tcp_connections_max: int = _count(
+    tcp_connections_max: int = count(
         "connections", 4096, "data connections of all peers", "half of a usual limit on open files", low=1, high=1 << 20
     )
-    spin_s: float = _setting(
+    spin_s: float = setting(
         "s", 50e-6, "time to look again before sleeping", "about what a wake-up costs", low=0.0, high=0.01, parse=float
     )
-    shm_copy_threads: int = _count(
+    shm_copy_threads: int = count(
         "threads",
         lambda: min(2, _usable_cpus()),
         "threads that copy one batch by process_vm_*",
@@ -185,14 +143,14 @@ class EngineConfig:
         low=1,
         high=64,
     )
-    notify_nbytes_max: int = _count("bytes", 1 << 20, "longest notification", "messages, not data", low=0, high=1 << 20)
-    notifications_pending_max: int = _count(
+    notify_nbytes_max: int = count("bytes", 1 << 20, "longest notification", "messages, not data", low=0, high=1 << 20)
+    notifications_pending_max: int = count(
         "notifications", 65536, "notifications kept unread", "bounds memory", low=1, high=1 << 24
     )
-    connections_max: int = _count(
+    connections_max: int = count(
         "connections", 4096, "control connections of peers", "as tcp_connections_max", low=1, high=1 << 20
     )
-    rdma_devices: tuple[DevicePort, ...] | None = _setting(
+    rdma_devices: tuple[DevicePort, ...] | None = setting(
         "devices, such as 'mlx5_0:2,mlx5_1'",
         None,
         "RDMA devices, or single ports of them, to use",
@@ -200,123 +158,114 @@ class EngineConfig:
         synonyms=("MC_TE_FILTERS",),
         convert=parse_devices,
     )
-    rdma_peer_devices: tuple[DevicePort, ...] | None = _setting(
+    rdma_peer_devices: tuple[DevicePort, ...] | None = setting(
         "devices, such as 'mlx5_0:2,mlx5_1'",
         None,
         "RDMA devices, or single ports of them, of a peer to connect to",
         "every port that the peer offers",
         convert=parse_devices,
     )
-    gid_index: GidIndex | None = _setting(
-        "a row of 0 to 255, or one for each device, such as 'mlx5_1:3,mlx5_2:6'; -1 chooses",
+    gid_index: GidIndex | None = setting(
+        "a row from 0 to 255, or one for each device, such as 'mlx5_1:3,mlx5_2:6', or -1, which leaves the choice",
         None,
         "row of the GID table to use",
         "chosen with the peer from both tables; `kvxfer devices` says why",
         synonyms=("MC_GID_INDEX",),
         convert=parse_gid_index,
     )
-    gid_interface: str | None = _setting(
-        "interface", None, "network interface whose GIDs are preferred", "any", convert=_parse_interface
+    gid_interface: str | None = setting(
+        "an interface, such as eth0", None, "network interface whose GIDs are preferred", "any", convert=parse_interface
     )
-    gid_subnet: ipaddress.IPv4Network | ipaddress.IPv6Network | None = _setting(
-        "subnet, such as 192.0.2.0/24", None, "subnet whose GIDs are preferred", "any", convert=_parse_subnet
+    gid_subnet: ipaddress.IPv4Network | ipaddress.IPv6Network | None = setting(
+        "a subnet, such as 192.0.2.0/24", None, "subnet whose GIDs are preferred", "any", convert=parse_subnet
     )
-    pkey_index: int | None = _setting(
+    pkey_index: int | None = count(
         "index",
         None,
         "row of the partition key table to use on InfiniBand",
         "the first row of a full member, as UCX has it",
         low=0,
         high=65535,
-        parse=int,
         synonyms=("MC_PKEY_INDEX",),
     )
-    path_mtu_nbytes_max: int = _setting(
+    path_mtu_nbytes_max: int = count(
         "bytes",
         4096,
         "upper bound on the path MTU of RDMA; the active MTUs of both ports are bounds as well",
         "the largest there is",
         low=256,
         high=4096,
-        parse=int,
         synonyms=("MC_MTU",),
         choices=(256, 512, 1024, 2048, 4096),
     )
-    rdma_read_depth: int = _setting(
+    rdma_read_depth: int = count(
         "requests",
         16,
         "READs of one queue pair on their way at once; the devices' limits are bounds as well",
         "perftest's and Mooncake's value; more brings nothing at 64 KiB",
         low=1,
         high=255,
-        parse=int,
     )
-    rdma_send_depth: int = _setting(
+    rdma_send_depth: int = count(
         "requests",
         256,
         "requests that wait in one send queue; the device's max_qp_wr is a bound as well",
         "UCX's and Mooncake's value",
         low=2,
         high=32768,
-        parse=int,
         synonyms=("MC_MAX_WR",),
     )
-    rdma_timeout: int = _setting(
+    rdma_timeout: int = count(
         "exponent",
         18,
         "time an acknowledgement may take, 4.096 us * 2**exponent for each try",
         "1.07 s: longer than a link's flap; NCCL's value since 2.14",
         low=1,
         high=31,
-        parse=int,
     )
-    rdma_retry_count: int = _setting(
+    rdma_retry_count: int = count(
         "tries",
         6,
         "how often a packet that is not acknowledged is sent again",
         "7 is for ever on some devices, soft RoCE among them",
         low=0,
         high=7,
-        parse=int,
     )
-    rdma_hop_limit: int = _setting(
-        "hops", 64, "routers that a RoCE packet may cross", "the usual TTL of IP", low=1, high=255, parse=int
+    rdma_hop_limit: int = count(
+        "hops", 64, "routers that a RoCE packet may cross", "the usual TTL of IP", low=1, high=255
     )
-    rdma_traffic_class: int = _setting(
+    rdma_traffic_class: int = count(
         "number",
         0,
         "traffic class (DSCP and ECN) of RoCE packets",
         "none marked",
         low=0,
         high=255,
-        parse=int,
         synonyms=("MC_IB_TC",),
     )
-    rdma_service_level: int = _setting(
+    rdma_service_level: int = count(
         "number",
         0,
         "service level of packets",
         "the default level",
         low=0,
         high=15,
-        parse=int,
         synonyms=("MC_IB_SL",),
     )
-    rdma_attributes: PortValues | None = _setting(
+    rdma_attributes: PortValues | None = setting(
         "attributes of devices or ports, such as 'mlx5_0:read_depth=1,mlx5_1:2:path_mtu=1024'",
         None,
-        f"{', '.join(ATTRIBUTE_SETTINGS)} of single devices or ports here, before the settings for all",
+        f"what single devices or ports here have in place of the settings for all: {', '.join(ATTRIBUTE_SETTINGS)}",
         "all as the settings above",
         convert=parse_attributes,
     )
-    rdma_chunk_nbytes_max: int | None = _setting(
+    rdma_chunk_nbytes_max: int | None = count(
         "bytes",
         None,
         "longest memory region on a device, whatever the device says: some say less than they take, some more",
         "the device's max_mr_size",
         low=1 << 16,
         high=1 << 62,
-        parse=int,
         synonyms=("MC_MAX_MR_SIZE",),
     )
 
@@ -330,7 +279,7 @@ class EngineConfig:
         self._check_attributes()
         if self.key is not None and len(self.key) < KEY_NBYTES_MIN:
             raise ConfigError(
-                f"key has {len(self.key)} bytes; it takes at least {KEY_NBYTES_MIN}.",
+                f"key has {format_count(len(self.key), 'byte')}; it takes at least {KEY_NBYTES_MIN}.",
                 remedy="Use 32 random ones, such as `openssl rand -hex 32` prints.",
                 setting="key",
             )
@@ -416,19 +365,20 @@ class EngineConfig:
     @staticmethod
     def check_transports(names: Sequence[str] | str) -> tuple[str, ...]:
         """Return the names as a tuple; raises ConfigError for an unknown, a doubled, or no name."""
+        what = ""
+        listed: tuple[str, ...] = ()
         try:
             listed = _split(names) if isinstance(names, str) else tuple(names)
         except TypeError:
-            listed = (repr(names),)  # not a list of names at all; told as an unknown one
+            what = f"transports is {name_kind(names)}, not names"
         unknown = [name for name in listed if not (isinstance(name, str) and name in TRANSPORT_NAMES)]
-        if unknown or not listed or len(set(listed)) != len(listed):
-            what = (
-                f"there is no transport {show(unknown[0])}"
-                if unknown
-                else f"transports {listed!r} names none"
-                if not listed
-                else f"transports {listed!r} names one twice"
-            )
+        if unknown:
+            what = f"there is no transport {show(unknown[0])}"
+        elif len(set(listed)) != len(listed):
+            what = f"transports is {show(names)}, which names one twice"
+        elif not listed:
+            what = what or f"transports is {show(names)}, which names none"
+        if what:
             raise ConfigError(
                 f"{what}; available: {', '.join(TRANSPORT_NAMES)}.",
                 remedy="Name one or more of these, in order of preference, such as ('shm', 'tcp').",

@@ -1,10 +1,11 @@
-"""How settings name RDMA devices, ports, GID rows and attributes: 'mlx5_0:2,mlx5_1', 'mlx5_1:3', 'mlx5_0:timeout=20'.
+"""How settings name RDMA devices, ports, GIDs and attributes: 'mlx5_0:2,mlx5_1', 'mlx5_1:3', 'mlx5_0:timeout=20'.
 
 Pure. What cannot be meant raises ValueError that says what is wrong; `config.py` adds where it came from.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ __all__ = [
     "parse_attributes",
     "parse_devices",
     "parse_gid_index",
+    "parse_interface",
+    "parse_subnet",
 ]
 
 PORT_MAX = 255  # ibv_qp_attr.port_num is a byte
@@ -151,11 +154,25 @@ def parse_gid_index(value: object) -> GidIndex | None:
     return GidIndex(everywhere, tuple(rows.items())) if rows or everywhere is not None else None
 
 
+def parse_interface(value: object) -> str:
+    """Return the name of a network interface; raises ValueError."""
+    if not isinstance(value, str) or not re.fullmatch(r"[^\s/:]{1,15}", value):  # dev_valid_name of the kernel
+        raise ValueError("it is no name of an interface")
+    return value
+
+
+def parse_subnet(value: object) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """Return the subnet of '192.0.2.0/24'; raises ValueError."""
+    if not isinstance(value, (str, ipaddress.IPv4Network, ipaddress.IPv6Network)):  # a number would be an address
+        raise ValueError("it is no subnet")
+    return ipaddress.ip_network(value)
+
+
 def _items(value: object) -> list[Any]:
     if isinstance(value, str):
         return [item.strip() for item in value.split(",") if item.strip()]
     if not isinstance(value, Iterable):
-        raise ValueError("it is no list")
+        raise ValueError("it is neither text nor a list")
     return list(value)
 
 
@@ -189,5 +206,5 @@ def _check_row(row: object) -> int | None:
     if number == GID_INDEX_AUTOMATIC:
         return None
     if not 0 <= number <= GID_INDEX_MAX:
-        raise ValueError(f"row {number} cannot be named in an address vector; rows are 0 to {GID_INDEX_MAX}")
+        raise ValueError(f"row {number} cannot be named in an address vector")
     return number

@@ -12,10 +12,10 @@ import os
 import threading
 import warnings
 
-from kvxfer.addresses import choose_advertised_host, format_host_port, is_wildcard, parse_host_port
+from kvxfer.addresses import choose_advertised_host, format_host_port, is_wildcard
 from kvxfer.config import EngineConfig
 from kvxfer.control import Listener
-from kvxfer.errors import ClosedError, ConfigError, ForkedError, KvxferError
+from kvxfer.errors import ClosedError, ForkedError, KvxferError
 from kvxfer.interfaces import default_route_host, list_interfaces
 from kvxfer.limits import shortages_told
 from kvxfer.log import get_logger
@@ -133,29 +133,13 @@ class Runtime:
     def _advertise(self) -> str:
         config = self.config
         if config.advertise_host:
-            return _advertised(config.advertise_host, self._listener.port)
+            return format_host_port(config.advertise_host, self._listener.port)
         host, reason, doubts = choose_advertised_host(
             config.host, list_interfaces(), default_route_host(self._listener.family)
         )
         for doubt in doubts:
             self._log.warning("engine.address_unsure", address=host, reason=reason, warning=doubt)
         return format_host_port(host, self._listener.port)
-
-
-def _advertised(host: str, port: int) -> str:
-    """Return the address told to peers; raises ConfigError for a host that no peer could use."""
-    text = format_host_port(host, port)
-    try:
-        if parse_host_port(text).host == host and not is_wildcard(host):
-            return text
-    except ConfigError:
-        pass
-    raise ConfigError(
-        f"advertise_host is {host!r}; peers are told it as their way here.",
-        remedy="Use a name, or an address such as 192.0.2.10 or 2001:db8::1: no brackets, no port, no wildcard.",
-        setting="advertise_host",
-        value=host,
-    )
 
 
 _RUNNING: set[Runtime] = set()

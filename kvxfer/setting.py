@@ -1,10 +1,12 @@
 """One setting: its unit, range and default, and how a value that is given becomes one that can be meant.
 
-Pure: looks at no environment. The table of all settings is `config.EngineConfig`.
+`setting`, `seconds` and `count` declare one as a field of a dataclass. Pure: looks at no environment. The table of all
+settings is `config.EngineConfig`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.text import clean, name_kind, show
 from kvxfer.types import as_whole_number
 
-__all__ = ["PREFIX", "Setting"]
+__all__ = ["PREFIX", "Setting", "count", "seconds", "setting"]
 
 PREFIX = "KVXFER_"
 BARE_UNITS = ("exponent", "index", "number", "port")  # what the setting is, not what it is counted in
@@ -53,7 +55,8 @@ class Setting:
     def allowed(self) -> str:
         """The range in words."""
         if self.choices:
-            return f"{', '.join(map(str, self.choices))} {self.unit}"
+            *others, last = self.choices
+            return f"{', '.join(map(str, others))} or {last} {self.unit}"
         if self.low == -math.inf:
             return self.unit
         high = _amount(self.high)
@@ -62,6 +65,11 @@ class Setting:
             return f"0 to {high}" if not self.low else f"{_size(self.low)} to {high}"
         unit = "" if self.unit in BARE_UNITS else f" {self.unit}"
         return f"{_amount(self.low)} to {high}{unit}"
+
+    @property
+    def default_text(self) -> str:
+        """The default in words; where there is none, what is done without."""
+        return f"None ({self.source})" if self.default is None else repr(self.default)
 
     def check(self, value: Any) -> Any:
         """Return the value in the type of its setting, so that numpy's numbers become Python's; raises ConfigError."""
@@ -77,18 +85,20 @@ class Setting:
             number = _number(value, self.parse)
             fits = number is not None and self.low <= number <= self.high
             fits = fits and (not self.choices or number in self.choices)
+            problem = f": it is {name_kind(value)}, not {_kind(self.parse, value)}" if number is None else ""
             value = number if fits else value
         elif self.name == "key":
             fits = isinstance(value, bytes)
         elif self.name == "transports":
             fits = isinstance(value, tuple)  # check_transports has looked at the names
         else:
-            fits = self.parse is str and isinstance(value, str) and value.strip() != "" and "\0" not in value
+            problem = _fault_of_text(value)
+            fits = not problem
         if not fits:
             shown = name_kind(value) if self.name == "key" else show(value, 200)
             raise ConfigError(
                 f"{self.name} is {shown}{problem}; it takes {self.allowed}.",
-                remedy=f"{self.meaning[:1].upper()}{self.meaning[1:]}; the default is {self.default!r}.",
+                remedy=f"{self.meaning[:1].upper()}{self.meaning[1:]}; the default is {self.default_text}.",
                 setting=self.name,
                 value=None if self.name == "key" else value,
                 problem=problem,
@@ -101,14 +111,73 @@ class Setting:
             return self.check(self.parse(text))
         except (ValueError, ConfigError) as exc:
             shown = "..." if self.name == "key" else show(text, 200)
-            problem = exc.values.get("problem", "") if isinstance(exc, ConfigError) else ""
+            known = exc.values.get("problem", "") if isinstance(exc, ConfigError) else None
+            problem = f": it is not {_kind(self.parse, text)}" if known is None else known
             raise ConfigError(
                 f"the environment variable {variable} is {shown}{problem}; {self.name} takes {self.allowed}.",
-                remedy=f"Set it to such a value, or unset it for the default {self.default!r}.",
+                remedy=f"Set it to such a value, or unset it: the default is {self.default_text}.",
                 setting=self.name,
                 value=None if self.name == "key" else text,
                 variable=variable,
             ) from None
+
+
+def setting(
+    unit: str,
+    default: Any,
+    meaning: str,
+    source: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    parse: Callable[[str], Any] = str,
+    secret: bool = False,
+    synonyms: tuple[str, ...] = (),
+    convert: Callable[[Any], Any] | None = None,
+    choices: tuple[int, ...] = (),
+) -> Any:
+    """Return the field of a dataclass that is a setting; `Setting` says what the arguments mean. secret: not shown."""
+    row = Setting(
+        "", unit, None if callable(default) else default, meaning, source, low, high, parse, synonyms, convert, choices
+    )
+    factory = {"default_factory": default} if callable(default) else {"default": default}
+    return dataclasses.field(**factory, repr=not secret, metadata={"setting": row})
+
+
+def seconds(default: float, meaning: str, source: str, low: float = 0.001) -> Any:
+    """Return a setting that is a time, up to a day."""
+    return setting("s", default, meaning, source, low=low, high=86400.0, parse=float)
+
+
+def count(
+    unit: str,
+    default: Any,
+    meaning: str,
+    source: str,
+    *,
+    low: int,
+    high: int,
+    synonyms: tuple[str, ...] = (),
+    choices: tuple[int, ...] = (),
+) -> Any:
+    """Return a setting that is a whole number."""
+    return setting(unit, default, meaning, source, low=low, high=high, parse=int, synonyms=synonyms, choices=choices)
+
+
+def _kind(parse: object, value: object) -> str:
+    """Return what a value should be, in words."""
+    if parse is int:
+        return "a whole number"
+    return "a finite number" if isinstance(value, float) else "a number"
+
+
+def _fault_of_text(value: object) -> str:
+    """Return what is wrong with a text, as a clause for its error; "" where nothing is."""
+    if not isinstance(value, str):
+        return f": it is {name_kind(value)}, not text"
+    if not value.strip():
+        return ": it is empty"
+    return ": it has a NUL character in it" if "\0" in value else ""
 
 
 def _number(value: Any, kind: object) -> int | float | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvxfer.addresses import HostPort, choose_advertised_host, format_host_port, parse_host_port
+from kvxfer.addresses import HostPort, check_host, choose_advertised_host, format_host_port, parse_host_port
 from kvxfer.errors import ConfigError
 
 PORTS = st.integers(0, 65535)
@@ -34,6 +34,23 @@ def test_parse_undoes_format_and_format_undoes_parse(host: str, port: int) -> No
     assert format_host_port(parsed.host, parsed.port) == text
 
 
+@given(HOSTS | st.text(max_size=40))
+@example("[::1]")
+@example("a:1")
+def test_host_that_a_setting_takes_is_an_address_with_any_port(host: str) -> None:
+    try:
+        taken = check_host(host)
+    except ValueError:
+        return
+
+    assert parse_host_port(format_host_port(taken, 1)) == HostPort(host, 1)
+
+
+@given(HOSTS)
+def test_host_without_a_port_is_taken_as_it_is(host: str) -> None:
+    assert check_host(host) == host
+
+
 @given(HOSTS, PORTS)
 def test_default_port_fills_in_and_is_overruled(host: str, port: int) -> None:
     bare = f"[{host}]" if ":" in host else host
@@ -56,16 +73,16 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
     else:
         told = format_host_port(parsed.host, parsed.port)
 
-    assert told == text or "Write it as 192.0.2.10:41234, [2001:db8::1]:41234" in told
+    assert told == text or "Write it with the peer's port: 192.0.2.10:PORT, [2001:db8::1]:PORT" in told
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no usable host"),
-        (":80", "no usable host"),
+        ("", "its host is empty"),
+        (":80", "its host is empty"),
         ("host", "no port"),
-        ("host:", "the port is ''"),
+        ("host:", "no port follows the colon"),
         ("host:65536", "0 to 65535"),
         ("host:-1", "0 to 65535"),
         ("host:+1", "0 to 65535"),
@@ -80,8 +97,9 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
         ("[::1]80", "follows the bracket"),
         ("tcp://host:80", "leave out tcp://"),
         ("http://127.0.0.1:4000", "leave out http://"),
-        ("ho st:80", "no usable host"),
-        ("user@host:80", "no usable host"),
+        ("ho st:80", "its host has ' ' in it"),
+        ("user@host:80", "its host has '@' in it"),
+        ("192.0.2.1:80,192.0.2.2:80", "more than one address"),
         (None, "it is None, not text"),
         (b"host:80", "bytes"),
     ],

@@ -196,6 +196,46 @@ def test_host_with_a_port_in_it_is_told_where_the_port_belongs(host: str) -> Non
         resolve({"KVXFER_HOST": host})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("host", "[::1]", "host is '[::1]': leave out the brackets; it takes an address or a name, without a port"),
+        ("host", "a b", "host is 'a b': it has ' ' in it; it takes an address or a name, without a port"),
+        ("host", "http://a", "host is 'http://a': it is a URL; leave out http://; it takes"),
+        ("host", "1::2::3", "host is '1::2::3': it has colons and is no IPv6 address; it takes"),
+        ("host", None, "host is None: it is None, not text; it takes"),
+        ("advertise_host", "::", "advertise_host is '::': it means all addresses, and no peer can open them; it takes"),
+        ("port", "80", "port is '80': it is a str, not a whole number; it takes 0 to 65535"),
+        ("port", 1.5, "port is 1.5: it is a float, not a whole number; it takes 0 to 65535"),
+        ("spin_s", float("nan"), "spin_s is nan: it is a float, not a finite number; it takes 0 to 0.01 s"),
+        ("name", " ", "name is ' ': it is empty; it takes text"),
+        ("name", b"a", "name is b'a': it is bytes, not text; it takes text"),
+        ("transports", 5, "transports is an int, not names; available: shm, rdma, tcp"),
+        ("transports", "tcp,tcp", "transports is 'tcp,tcp', which names one twice; available: shm, rdma, tcp"),
+        ("key", b"a", "key has 1 byte; it takes at least 8"),
+        (
+            "gid_interface",
+            "",
+            "gid_interface is '': it is no name of an interface; it takes an interface, such",
+        ),
+        ("rdma_devices", 5, "rdma_devices is 5: it is neither text nor a list; it takes devices, such as"),
+    ],
+)
+def test_value_that_cannot_be_meant_is_told_in_a_sentence(name: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(**{name: value})
+
+    assert caught.value.message.startswith(told)
+    assert caught.value.message.endswith(f"({name} was given as an argument).")
+
+
+def test_default_that_is_none_is_told_by_what_is_done_without() -> None:
+    with pytest.raises(ConfigError, match=r"the default is None \(derived from host and the routes\)\.$"):
+        resolve(advertise_host="")
+    with pytest.raises(ConfigError, match=r"is 'x': it is not a whole number; .* unset it: the default is 0\.$"):
+        resolve({"KVXFER_PORT": "x"})
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1", "fe80::1%eth0", "name.example"])
 def test_host_without_a_port_is_taken_as_it_is(host: str) -> None:
     assert resolve(host=host).host == host
@@ -215,7 +255,7 @@ def test_variables_of_the_projects_own_tests_are_known(name: str) -> None:
         ("rdma_chunk_nbytes_max", "64 KiB to 4 EiB"),
         ("tcp_connections_max", "1 to 1048576 connections"),
         ("spin_s", "0 to 0.01 s"),
-        ("path_mtu_nbytes_max", "256, 512, 1024, 2048, 4096 bytes"),
+        ("path_mtu_nbytes_max", "256, 512, 1024, 2048 or 4096 bytes"),
     ],
 )
 def test_range_is_told_in_whole_numbers_with_its_unit_once(name: str, allowed: str) -> None:
