@@ -1,9 +1,10 @@
-"""None left: of file descriptors, of threads. What comes out is typed and names the limit; nothing stays behind."""
+"""None left: of descriptors, of threads, of memory. What comes out is typed and names the limit; nothing stays behind."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -75,6 +76,47 @@ def test_a_process_out_of_descriptors_is_told_the_limit_and_keeps_nothing(transp
     assert not [step for step in failed if "`ulimit -n`" not in step[2]]
     assert failed[0][0] == 0
     assert steps[-1][1] == "", "with enough of them it works"
+
+
+# Has no more room for a large region: neither for one of its own nor to map one of the peer's. With the limit gone both
+# work.
+NO_ROOM = """
+import json, resource, sys
+from pathlib import Path
+import kvxfer
+
+address, there, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with kvxfer.TransferEngine(transports=("shm",)) as engine:
+    small = engine.allocate(4096)
+    segment = engine.open_segment(address)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes // 2, resource.RLIM_INFINITY))
+    for work in (lambda: engine.allocate(nbytes), lambda: engine.write(segment, small.address, there, 4096)):
+        try:
+            work()
+        except kvxfer.KvxferError as error:
+            print(json.dumps([type(error).__name__, error.message, error.remedy, error.values["errno"]]), flush=True)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    engine.allocate(nbytes)
+    engine.write(segment, small.address, there, 4096)
+"""
+
+
+def test_a_process_without_room_for_memory_is_told_the_size_and_the_limit() -> None:
+    nbytes = 128 * NBYTES
+    with Peer(transports=("shm",)) as peer:
+        there = peer.allocate(nbytes, name="large")
+        process = run_script(NO_ROOM, peer.address, str(there.address), str(nbytes))
+        out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (0, "")
+    allocated, mapped = [json.loads(line) for line in out.splitlines()]
+    assert allocated[:2] == ["AllocationError", f"allocate({nbytes}) failed: Cannot allocate memory."]
+    assert mapped[0] == "TransferError"
+    assert f"mapping region 'large' [{there.address:#x}, {there.address + nbytes:#x})" in mapped[1]
+    for _, _, remedy, number in (allocated, mapped):
+        assert number == errno.ENOMEM
+        assert "(`ulimit -v`)" in remedy
 
 
 def test_an_engine_does_not_go_without_shm_because_descriptors_are_short_for_a_moment() -> None:
