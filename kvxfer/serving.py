@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer.addresses import parse_host_port
 from kvxfer.answers import Pending, split_number
 from kvxfer.config import EngineConfig
 from kvxfer.control import Dialect
 from kvxfer.errors import (
+    ConfigError,
     KvxferError,
     PeerRefusedError,
     PeerUnreachableError,
@@ -44,6 +46,9 @@ __all__ = ["PeerService"]
 
 REFUSAL_NBYTES_MAX = 800
 """How much of a reason fits the answer to a notification."""
+
+ADDRESS_LENGTH_MAX = 300
+"""A host name has at most 253 characters (RFC 1035); an address with its brackets, scope and port is shorter."""
 
 TOLD_TIMEOUT_S = 0.25
 """How long a peer over tcp has to say that it knows of a region's end; a live one answers within 1 ms."""
@@ -334,7 +339,14 @@ class PeerService:
 
     @staticmethod
     def _peer_address(session: Session | None) -> str:
+        """Return the address that a peer says it has; where that is none, the one that it comes from.
+
+        What is returned goes into notifications, and `notifications(peer=...)` must take it back.
+        """
         if session is None:
             return ""
         address = session.card.get("address")
-        return address[:256] if isinstance(address, str) else session.label
+        with contextlib.suppress(ConfigError):
+            if isinstance(address, str) and len(address) <= ADDRESS_LENGTH_MAX and parse_host_port(address):
+                return address
+        return session.label

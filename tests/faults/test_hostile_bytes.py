@@ -409,6 +409,24 @@ def test_mutated_requests(target: Target, seed: int) -> None:
     target.check(may_have_become_valid=True)
 
 
+@pytest.mark.parametrize(
+    "told", ["", "no port", "a b:1", "192.0.2.1", "a" * 400 + ":1", "a\n:1", 7, None, "192.0.2.1:80"]
+)
+def test_peer_with_any_address_on_its_card_can_be_waited_for_by_its_notification(told: object) -> None:
+    """What the engine hands out it takes back."""
+    with TransferEngine(transports=("tcp",)) as engine:
+        with RawClient(engine.address, own_address=told) as raw:
+            came_from = f"127.0.0.1:{raw.connection.getsockname()[1]}"
+            raw.send_frame(FrameKind.NOTIFY, (1).to_bytes(8, "little") + b"one")
+            (note,) = engine.notifications(10.0)
+            raw.send_frame(FrameKind.NOTIFY, (2).to_bytes(8, "little") + b"two")
+
+            (again,) = engine.notifications(10.0, peer=note.peer)
+
+        assert (note.payload, again.payload) == (b"one", b"two")
+        assert note.peer == (told if told == "192.0.2.1:80" else came_from)
+
+
 @FEW
 @given(st.binary(min_size=1, max_size=1024))
 def test_any_bytes_on_a_data_connection(target: Target, data: bytes) -> None:

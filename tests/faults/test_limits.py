@@ -1,4 +1,4 @@
-"""None left: of descriptors, of threads, of memory. What comes out is typed and names the limit; nothing stays behind."""
+"""None left: of descriptors, threads, memory. What comes out is typed and names the limit; nothing stays behind."""
 
 from __future__ import annotations
 

@@ -176,7 +176,13 @@ class RawClient:
     """A control session with an engine and nothing behind it: whatever is sent, the test has written."""
 
     def __init__(
-        self, address: str, *, key: bytes | None = None, transport: str = "tcp", timeout_s: float = 10.0
+        self,
+        address: str,
+        *,
+        key: bytes | None = None,
+        transport: str = "tcp",
+        timeout_s: float = 10.0,
+        own_address: object = "raw",
     ) -> None:
         self.address = address
         self.timeout_s = timeout_s
@@ -196,7 +202,7 @@ class RawClient:
             self.machine.receive_data(data, time.monotonic())
             while (event := self.machine.next_event()) is not None:
                 if isinstance(event, CardWanted):
-                    self.machine.offer({"address": "raw", "transports": {}})
+                    self.machine.offer({"address": own_address, "transports": {}})
                 elif isinstance(event, PeerOffered):
                     self.card, self.generation = event.card, event.peer.generation
                     self.machine.local_ready(transport)
