@@ -1,6 +1,6 @@
 """One peer over RDMA: its rails, the batches on them, and what happens when a rail breaks.
 
-A batch becomes lanes, one for each rail it is spread over; lanes wait in their rail until its send queue has room.
+A batch waits until rails take its rows, as lanes; lanes wait in their rail until its send queue has room.
 Whoever waits for a batch posts and polls; one of the waiters sleeps on the completion channels, the others on a
 condition until it has looked. Connections are made by the mender's thread.
 
@@ -71,7 +71,7 @@ class RdmaEndpoint(Endpoint):
             config,
             self._changed,
             connect=connect,
-            is_needed=lambda: bool(self._placement.orphans),
+            is_needed=lambda: bool(self._placement.waiting),
             on_connected=self._take_into_use,
         )
         self._placement = Placement(self._rails, self._spreader, self._mender)
@@ -154,7 +154,7 @@ class RdmaEndpoint(Endpoint):
             for rail in self._rails:
                 self._break(rail, deadline)
             self._changed.wait_for(lambda: not self._draining)  # what a waiter was stopping meanwhile
-            self._placement.orphans.clear()
+            self._placement.waiting.clear()
             self._waiters.close()
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -215,13 +215,15 @@ class RdmaEndpoint(Endpoint):
     def _pump(self) -> bool:
         """Take what has completed, post what there is room for; whether anything was done. Where a queue is broken the
         lock is given up in between."""
-        moved = self._placement.place_orphans()
+        moved = self._placement.deal()
         for rail in self._rails:
             queue = rail.queue
             if queue is None:
                 continue
             if queue.outstanding and queue.poll():
                 moved = True
+                if queue.has_carried:
+                    rail.note_carried(queue)
             if queue.fault is None and (rail.nic.is_down or rail.has_moved):
                 queue.fault = rail.down_fault()
             if queue.fault is None and rail.waiting:
@@ -258,7 +260,7 @@ class RdmaEndpoint(Endpoint):
 
     def _check_patience(self, work: Work, now: float) -> None:
         """Raise why there is no connection for a batch, once it has been without for too long."""
-        if any(rail.is_connected for rail in self._rails) or not self._placement.orphans:
+        if any(rail.is_connected for rail in self._rails) or not self._placement.waiting:
             work.lost_at = 0.0
         elif not work.lost_at:
             work.lost_at = now
@@ -268,9 +270,6 @@ class RdmaEndpoint(Endpoint):
     def _is_over(self, transfer: Transfer) -> bool:
         work: Work = transfer.work
         if work.lanes and all(lane.done == lane.count for lane in work.lanes):
-            for lane in work.lanes:
-                if lane.rail is not None:
-                    lane.rail.note_speed(lane)
             work.lanes.clear()
         return not work.lanes and not self._may_still_write(transfer)
 
@@ -296,12 +295,12 @@ class RdmaEndpoint(Endpoint):
         self._waiters.watch(queue)
 
     def _handle_fault(self, rail: Rail, fault: Fault) -> None:
-        """A queue is broken: the batch at fault fails, the others are orphans until they have a rail again."""
+        """A queue is broken: the batch at fault fails, the others wait for a rail again."""
         error = fault_error(fault, rail, self._link.label)
         is_path = is_of_path(fault.status)
         rail.note_failure(error, is_of_path=is_path)
         self._break(rail, time.monotonic() + STOP_S, lambda lanes: self._blame(lanes, fault, error, is_path=is_path))
-        if self._placement.orphans or self._mender.undropped:
+        if self._placement.waiting or self._mender.undropped:
             self._mender.start()
 
     def _blame(self, lanes: list[Lane], fault: Fault, error: KvxferError, *, is_path: bool) -> None:
@@ -319,7 +318,7 @@ class RdmaEndpoint(Endpoint):
                 work.error.note(tries=work.faults)
 
     def _break(self, rail: Rail, deadline: float, judge: Callable[[list[Lane]], None] = lambda lanes: None) -> None:
-        """Stop a rail's queue and destroy it; what is not done on it and may go on is orphaned.
+        """Stop a rail's queue and destroy it; what is not done on it and may go on waits again.
 
         The lock is given up while the device gives requests back, which may take until `deadline`: batches on other
         rails go on. judge: gets the lanes that were on the queue, before anybody else sees how far they are.
@@ -327,12 +326,12 @@ class RdmaEndpoint(Endpoint):
         queue, rail.queue = rail.queue, None
         waiting, rail.waiting = rail.waiting, deque()
         if queue is None:
-            self._placement.orphan(waiting)
+            self._placement.put_back(waiting)
             return
         lanes = queue.lanes()
         at_fault = queue.fault and queue.fault.lane  # it may have been refused before anything of it was posted
         lanes += [lane for lane in waiting if lane is at_fault and lane not in lanes]
-        self._placement.orphan(lane for lane in waiting if lane not in lanes)
+        self._placement.put_back(lane for lane in waiting if lane not in lanes)
         self._mender.undropped.add(rail.number)
         for lane in lanes:
             lane.transfer.work.broken.add(rail.number)
@@ -344,7 +343,7 @@ class RdmaEndpoint(Endpoint):
             self._draining.remove(lanes)
             left = [lane for lane in lanes if lane.done < lane.count]
             judge(left)
-            self._placement.orphan(left)
+            self._placement.put_back(left)
             self._changed.notify_all()
 
     def _drain(self, queue: SendQueue, deadline: float) -> None:
@@ -382,7 +381,7 @@ class RdmaEndpoint(Endpoint):
         for number in stale:
             self._mender.hang_up(number, deadline)
         with self._changed:
-            if self._placement.orphans or self._mender.undropped:
+            if self._placement.waiting or self._mender.undropped:
                 self._mender.start()
 
 

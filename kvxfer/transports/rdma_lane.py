@@ -1,4 +1,4 @@
-"""How far one batch is: `Work`, and its `Lane` on each rail it is spread over.
+"""How far one batch is: `Work`, and its lanes, the rows that a rail has or that wait for one.
 
 Plain state, guarded by the endpoint's lock. Read next: `rdma_spread.py`, which makes lanes, and `rdma_queue.py`, which
 posts them.
@@ -41,18 +41,16 @@ class Work:
 
 
 class Lane:
-    """What one transfer has on one rail: slices as columns, how many were posted, how many are done.
+    """Slices of one transfer, as columns: how many were posted, how many are done, on one rail or by other lanes.
 
-    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all. rail: None, and no
-    keys, while no rail is to be had.
+    rows: for each slice its row in the transfer's columns. lkey, rkey: columns, or one key for all. rail: None while
+    they wait for rails to take them.
     """
 
     __slots__ = (
         "_ends",
-        "begun",
         "count",
         "done",
-        "ended",
         "lkey",
         "local",
         "nbytes",
@@ -87,7 +85,6 @@ class Lane:
         self.posted = 0
         self.done = 0
         self._ends: AddressColumn | None = None
-        self.begun = self.ended = 0.0  # monotonic seconds of the first post and the last completion
 
     @property
     def ends(self) -> AddressColumn:
@@ -101,15 +98,20 @@ class Lane:
         """Bytes that are not known to be in place."""
         return int(self.ends[-1]) - (int(self.ends[self.done - 1]) if self.done else 0)
 
-    def advance(self, count: int) -> None:
-        """The next `count` slices are in place."""
+    def take(self, count: int) -> tuple[AddressColumn, AddressColumn, AddressColumn, AddressColumn]:
+        """Return local, remote, nbytes and rows of the next `count` slices, which are another lane's from now on."""
+        part = slice(self.done, self.done + count)
+        self.done += count
+        return self.local[part], self.remote[part], self.nbytes[part], self.rows[part]
+
+    def advance(self, count: int) -> int:
+        """The next `count` slices are in place; returns how many bytes they are."""
         if count == 0:
-            return
+            return 0
         before = int(self.ends[self.done - 1]) if self.done else 0
         self.done += count
         nbytes = int(self.ends[self.done - 1]) - before
         self.transfer.nbytes_done += nbytes
         if self.rail is not None:
             self.rail.nic.nbytes_sent += nbytes
-        if self.done == self.count:
-            self.ended = time.monotonic()
+        return nbytes

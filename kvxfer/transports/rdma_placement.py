@@ -1,18 +1,16 @@
-"""Which rails the lanes of a batch wait in, and the orphans: lanes that have no rail until one can be had.
+"""The rows of batches that no rail has taken yet, and over which rails they may go, or wait for rails to be connected.
 
-`rdma_spread.py` makes the lanes; here it is decided over which rails now, and whether more should be connected first.
-Touches no device; the endpoint's lock is held for every call.
+`rdma_spread.py` says how much a rail takes. Touches no device; the endpoint's lock is held for every call.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError
-from kvxfer.memory.slices import row_numbers
 from kvxfer.transports.rdma_lane import Lane, Work
 from kvxfer.transports.rdma_near import find_near, memory_nodes
 from kvxfer.transports.rdma_rail import Rail, usable_rails
@@ -21,7 +19,6 @@ from kvxfer.transports.rdma_spread import SPREAD_NBYTES, Spreader
 if TYPE_CHECKING:
     from kvxfer.transports.base import Transfer
     from kvxfer.transports.rdma_mender import Mender
-    from kvxfer.types import AddressColumn
 
 __all__ = ["Placement"]
 
@@ -30,10 +27,13 @@ MORE_S = 1.0
 
 
 class Placement:
-    """Where the batches of one endpoint wait. rails, mender: the endpoint's own."""
+    """Where the batches of one endpoint wait. rails, mender: the endpoint's own.
+
+    waiting: lanes without a rail, of new batches and of rails that broke.
+    """
 
     def __init__(self, rails: list[Rail], spreader: Spreader, mender: Mender) -> None:
-        self.orphans: list[Lane] = []
+        self.waiting: deque[Lane] = deque()
         self._rails = rails
         self._spreader = spreader
         self._mender = mender
@@ -45,58 +45,61 @@ class Placement:
         self._has_far_rails = len({rail.numa_nodes for rail in self._rails}) > 1
 
     def begin(self, transfer: Transfer) -> None:
-        """Make lanes of the batch and have them wait in their rails; raises what is wrong with it."""
+        """Have rails take the batch; raises what is wrong with it."""
         work = transfer.work = Work()
-        columns = (*transfer.columns, row_numbers(len(transfer.columns[0])))
-        rails = self._choose(transfer, transfer.nbytes_total)
-        if rails:
-            self._place(transfer, rails, columns)
-            return
-        lane = Lane(transfer, None, *columns[:3], 0, 0, columns[3])
+        lane = self._spreader.begin(transfer, sum(not rail.is_spare for rail in self._rails))
         work.lanes.append(lane)
-        self.orphans.append(lane)
-        self._mender.start()
+        self.waiting.append(lane)
+        self.deal()
+        if work.error is not None:
+            raise work.error
 
-    def place_orphans(self) -> bool:
-        """Give lanes that have no rail one, as far as there is any; whether there was."""
-        if not self.orphans:
-            return False
-        orphans, self.orphans = self.orphans, []
-        for lane in orphans:
-            work: Work = lane.transfer.work
-            rails = self._choose(lane.transfer, lane.nbytes_left)
+    def deal(self) -> bool:
+        """Have rails take what waits, as far as they have room; whether any did."""
+        has_dealt = False
+        for _ in range(len(self.waiting)):
+            rest = self.waiting.popleft()
+            work: Work = rest.transfer.work
+            rails = self._choose(rest.transfer)
             if not rails:
-                self.orphans.append(lane)
+                self.waiting.append(rest)
+                self._mender.start()
                 continue
             work.lost_at = 0.0
-            left = slice(lane.done, lane.count)
-            columns = (lane.local[left], lane.remote[left], lane.nbytes[left], lane.rows[left])
             try:
-                self._place(lane.transfer, rails, columns)
-                work.lanes.remove(lane)
+                for lane in self._spreader.spread(rest, rails):
+                    assert lane.rail is not None
+                    lane.rail.waiting.append(lane)
+                    work.lanes.append(lane)
+                    has_dealt = True
             except KvxferError as error:
                 work.error = error
-        if self.orphans:
-            self._mender.start()
-        return len(self.orphans) < len(orphans)
+                continue
+            if rest.done < rest.count:
+                self.waiting.append(rest)
+            else:
+                work.lanes.remove(rest)
+        return has_dealt
 
-    def orphan(self, lanes: Iterable[Lane]) -> None:
+    def put_back(self, lanes: Iterable[Lane]) -> None:
         """Take lanes whose rail broke, those that may go on."""
         for lane in lanes:
             work: Work = lane.transfer.work
             if lane.done < lane.count and work.error is None and not work.is_given_up:
-                self.orphans.append(lane)
+                lane.rail = None
+                self.waiting.append(lane)
 
     def withdraw(self, transfer: Transfer) -> None:
         """Have nothing more of a batch be posted."""
         transfer.work.is_given_up = True
         for rail in self._rails:
             rail.waiting = deque(lane for lane in rail.waiting if lane.transfer is not transfer)
-        self.orphans = [lane for lane in self.orphans if lane.transfer is not transfer]
+        self.waiting = deque(lane for lane in self.waiting if lane.transfer is not transfer)
 
-    def _choose(self, transfer: Transfer, nbytes: int) -> list[Rail]:
-        """Return the rails that so many bytes should go over now; none where there is none, or there soon are more."""
+    def _choose(self, transfer: Transfer) -> list[Rail]:
+        """Return the rails that a batch may go over now; none where there is none, or there soon are more."""
         rails = usable_rails(self._rails)
+        nbytes = transfer.nbytes_total
         if rails and nbytes >= SPREAD_NBYTES and self._mender.connect_more():
             return rails if time.monotonic() - transfer.work.begun >= MORE_S else []
         if rails and (self._lacks_room(nbytes) or (self._has_far_rails and self._lacks_near(transfer))):
@@ -113,9 +116,3 @@ class Placement:
         """Whether none of the rails that are nearest to the batch's memory is connected."""
         main = [rail for rail in self._rails if not rail.is_spare]
         return not any(rail.is_connected for rail in find_near(main, *memory_nodes(transfer), nbytes=0))
-
-    def _place(self, transfer: Transfer, rails: Sequence[Rail], columns: tuple[AddressColumn, ...]) -> None:
-        for lane in self._spreader.spread(transfer, rails, *columns):
-            transfer.work.lanes.append(lane)
-            assert lane.rail is not None
-            lane.rail.waiting.append(lane)

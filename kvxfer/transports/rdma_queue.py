@@ -31,6 +31,10 @@ __all__ = ["Fault", "SendQueue", "close_all"]
 
 SIGNAL_EVERY_MAX = 64
 """UCX's value: a completion costs about as much as posting a request, and slots come back by completions only."""
+RATE_NBYTES = 256 << 10
+"""Less than this tells more of latency than of speed."""
+RATE_S = 1.0
+"""How often the speed of a queue is taken that is never idle."""
 _WORK = {Opcode.WRITE: WorkOpcode.RDMA_WRITE, Opcode.READ: WorkOpcode.RDMA_READ}
 
 log = get_logger(__name__)
@@ -74,6 +78,9 @@ class SendQueue:
         self._seen = 0
         self._signaled = 0  # the newest request that gives a completion
         self._is_armed = False
+        self.busy_since = 0.0
+        """Since when requests are on it, or their speed was last taken; monotonic seconds."""
+        self._busy_nbytes = 0  # that were done since then
 
     @property
     def outstanding(self) -> int:
@@ -104,8 +111,9 @@ class SendQueue:
             return 0
         at = lane.posted
         end = at + count
-        if at == 0:
-            lane.begun = time.monotonic()
+        if self._posted == self._done:
+            self.busy_since = time.monotonic()
+            self._busy_nbytes = 0
         lkey, rkey = lane.lkey, lane.rkey
         self._batch.fill(
             _WORK[lane.transfer.opcode],
@@ -173,12 +181,22 @@ class SendQueue:
         while spans:
             end, lane, _ = spans[0]
             if end > number:
-                lane.advance(number - self._done)
+                self._busy_nbytes += lane.advance(number - self._done)
                 self._done = number
                 return
-            lane.advance(end - self._done)
+            self._busy_nbytes += lane.advance(end - self._done)
             self._done = end
             spans.popleft()
+
+    def take_rate(self) -> float:
+        """Return how many bytes a second were done, once it is idle, or has been busy for a while; 0.0 before, and
+        where they were too few to tell."""
+        seconds = time.monotonic() - self.busy_since
+        if (self.outstanding and seconds < RATE_S) or seconds <= 0.0:
+            return 0.0
+        nbytes, self._busy_nbytes = self._busy_nbytes, 0
+        self.busy_since += seconds
+        return nbytes / seconds if nbytes >= RATE_NBYTES else 0.0
 
     def _blame(self, rows: np.ndarray[tuple[int], np.dtype[np.void]], first: int) -> Fault:
         number = int(rows["wr_id"][first])

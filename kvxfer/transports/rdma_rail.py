@@ -30,8 +30,6 @@ PAUSE_S, PAUSE_MAX_S = 0.1, 5.0
 REST_MAX_S = 300.0
 """The same where there are others, and nothing came through: each try costs a batch the time that it takes to find
 out, so that the rest is longer than all of those before together."""
-SPEED_NBYTES = 256 << 10
-"""A lane shorter than this tells more of latency than of speed."""
 
 _GidKey = tuple[bytes, GidType, bytes, GidType]
 
@@ -116,14 +114,14 @@ class Rail:
         silent = list(self._silent_gids)
         return sorted(pairs, key=lambda pair: silent.index(_key(pair)) if _key(pair) in self._silent_gids else -1)
 
-    def note_speed(self, lane: Lane) -> None:
-        """A lane is done: remember how fast, if it was long enough to tell; a rail that carries needs no long rest."""
+    def note_carried(self, queue: SendQueue) -> None:
+        """Requests on its queue are done: remember how fast, if that can be told; it needs no long rest."""
         self._pause_s, self._rest_s = PAUSE_S, 0.0
         if self.gids is not None:
             self._silent_gids.pop(_key(self.gids), None)
-        seconds, nbytes = lane.ended - lane.begun, int(lane.ends[-1])
-        if nbytes >= SPEED_NBYTES and seconds > 0.0:
-            self.rate = nbytes / seconds if self.rate == 0.0 else 0.7 * self.rate + 0.3 * nbytes / seconds
+        rate = queue.take_rate()
+        if rate:
+            self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
 
     def down_fault(self) -> Fault:
         """The fault of a queue whose port went down, or whose GID has moved."""
@@ -159,7 +157,7 @@ class Rail:
         if gids is not None:
             self._silent_gids.pop(_key(gids), None)
             self._silent_gids[_key(gids)] = None
-        silence_s = now - min((lane.begun for lane in queue.lanes()), default=now)
+        silence_s = now - queue.busy_since
         self._rest_s = min(2 * self._rest_s + silence_s, REST_MAX_S)
         return self._rest_s
 

@@ -241,6 +241,19 @@ def test_one_nic_here_and_four_there_work(hosts: FakeHosts) -> None:
 # Sharing out.
 
 
+@pytest.fixture
+def set_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Speeds are as they are set: those of fakes say nothing."""
+    monkeypatch.setattr(SendQueue, "take_rate", lambda self: 0.0)
+
+    def set_rates(pair: Pair, *rates: float) -> None:
+        for rail, rate in zip(pair.segment._transfers.endpoints[0]._rails, rates, strict=False):  # type: ignore[attr-defined]
+            rail.rate = rate
+
+    return set_rates
+
+
+@pytest.mark.usefixtures("set_rates")
 def test_each_of_four_nics_carries_its_part_of_a_large_batch(hosts: FakeHosts) -> None:
     """B44: 64 MiB in 64 KiB slices; each has 20 to 30 % of the bytes."""
     hosts.fabric.moves_data = False
@@ -255,6 +268,7 @@ def test_each_of_four_nics_carries_its_part_of_a_large_batch(hosts: FakeHosts) -
         assert 0.2 * total <= nbytes <= 0.3 * total, nic
 
 
+@pytest.mark.usefixtures("set_rates")
 def test_one_row_is_shared_out_too(hosts: FakeHosts) -> None:
     """Neighbouring blocks are joined to one row: it must not go over one rail."""
     pair = open_pair(hosts, 4)
@@ -370,17 +384,50 @@ def test_a_batch_on_a_queue_that_another_is_stopping_does_not_end_before_it_is_s
         assert all(isinstance(batch.exception, TransferCancelledError) for batch in batches)
 
 
-def test_a_faster_rail_gets_more(hosts: FakeHosts) -> None:
+def test_a_faster_rail_gets_more(hosts: FakeHosts, set_rates: Callable[..., None]) -> None:
     pair = open_pair(hosts)
     pair.write(65536)
-    fast, slow = pair.segment._transfers.endpoints[0]._rails[:2]  # type: ignore[attr-defined]
-    fast.rate, slow.rate = 3e9, 1e9
+    set_rates(pair, 3e9, 1e9)
     before = sent(pair)
 
     pair.write(65536)
 
-    share = (sent(pair)[fast.nic.name] - before[fast.nic.name]) / LARGE_NBYTES
+    share = (sent(pair)["mlx_0:1"] - before["mlx_0:1"]) / LARGE_NBYTES
     assert 0.7 < share < 0.8
+
+
+def test_a_rail_that_has_become_slow_leaves_rows_to_the_other(hosts: FakeHosts, set_rates: Callable[..., None]) -> None:
+    """It was as fast as the other one, and stands still."""
+    pair = open_pair(hosts)
+    pair.write(65536)
+    set_rates(pair, 1e8, 1e8)
+    before = sent(pair)
+    hosts.fabric.delivery = "manual"
+    batch = whole(pair)
+
+    while not batch.poll() and hosts.fabric.step(sender(pair, "mlx_1")):
+        pass
+
+    assert sent(pair)["mlx_1:1"] - before["mlx_1:1"] > 0.6 * LARGE_NBYTES
+    assert sent(pair)["mlx_0:1"] == before["mlx_0:1"]
+    hosts.fabric.delivery = "post"
+    hosts.fabric.run()
+    batch.wait(2.0)
+    assert (pair.there == pair.here).all()
+
+
+def test_rails_whose_shares_are_known_have_a_short_batch_at_once(
+    hosts: FakeHosts, set_rates: Callable[..., None]
+) -> None:
+    """It is over before the next rows could be posted: each rail is posted to once."""
+    pair = open_pair(hosts)
+    pair.write(65536)
+    set_rates(pair, 5e10, 5e10)
+    posts = pair.libraries[0].calls["ibv_post_send"]
+
+    pair.write(65536)
+
+    assert pair.libraries[0].calls["ibv_post_send"] - posts == 2
 
 
 def test_spare_rails_carry_nothing_while_others_stand(hosts: FakeHosts) -> None:
@@ -885,7 +932,7 @@ def test_a_silent_rail_rests_longer_than_it_took_to_find_out(hosts: FakeHosts, m
     monkeypatch.setattr("kvxfer.transports.rdma_rail.time", clock)
     rests = []
     for now in (1000.0, 2000.0, 3000.0):
-        queue = SimpleNamespace(has_carried=False, lanes=lambda: [SimpleNamespace(begun=now - 7.5)], fault=None)  # noqa: B023
+        queue = SimpleNamespace(has_carried=False, busy_since=now - 7.5, lanes=list, fault=None)
         monkeypatch.setattr(rail, "queue", queue)
         rail.note_failure(CompletionError("silent", status="RETRY_EXC_ERR"), is_of_path=True)
         rests.append(rail.rests_until - now)
