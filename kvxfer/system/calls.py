@@ -15,8 +15,6 @@ from kvxfer.system.abi import ffi
 CData = Any
 
 libc = ffi.dlopen(None)
-memmove = libc.memmove
-"""memmove(destination, source, nbytes) on plain integers; releases the GIL while it copies."""
 
 MSG_DONTWAIT = int(socket.MSG_DONTWAIT)
 MSG_NOSIGNAL = int(socket.MSG_NOSIGNAL)

@@ -38,7 +38,6 @@ ssize_t process_vm_writev(int pid, struct iovec *local, unsigned long local_coun
 int getifaddrs(struct ifaddrs **list);
 void freeifaddrs(struct ifaddrs *list);
 int prctl(int option, unsigned long value, unsigned long, unsigned long, unsigned long);
-void *memmove(uintptr_t destination, uintptr_t source, size_t nbytes);
 long syscall(long number, int pid, unsigned long count, void **pages, int *nodes, int *status, int flags);
 """
 

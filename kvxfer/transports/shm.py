@@ -24,7 +24,7 @@ from kvxfer.config import EngineConfig
 from kvxfer.errors import KvxferError, TransferError, TransportUnavailableError
 from kvxfer.limits import remedy_for
 from kvxfer.memory.shared import SharedMemory
-from kvxfer.system.calls import memmove
+from kvxfer.system.held import memmove
 from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Transport, is_delivered
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.shm_copy import CopyJob, MappedCopy, ProcessIdentity, ProcessVmCopy

@@ -3,10 +3,9 @@
 A job owns its columns, copies window by window, and looks at the clock and at `transfer.stop` between two windows, so
 that a caller who gives up waits for one window at most. Rows of a batch may be copied in any order.
 
-Measured on 2 cores (bench/README.md): memmove row by row is 0.95 of a C loop at 64 KiB and 0.5 at 4 KiB; below
-`SMALL_NBYTES` rows of one length are copied by numpy's indexed assignment of void items, sorted by source, which gives
-0.7 at 4 KiB and ten times memmove at 256 bytes. process_vm_* releases the GIL for a whole window, so a second thread
-helps there (0.68 to 0.83) and not in the mapped copy.
+Measured on 2 cores (bench/README.md), over a C loop of memcpy: a window of rows in one call is 1.0 at 64 KiB and 0.9 at
+4 KiB, where memmove row by row is 0.87 and 0.45. process_vm_* releases the GIL for a whole window, so a second thread
+helps there (0.68 to 0.83); the mapped copy keeps the GIL (`kvxfer/system/held.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvxfer.errors import KvxferError, PeerClosedError, RemoteAccessError, TransferCancelledError, TransferError
 from kvxfer.limits import is_shortage
+from kvxfer.memory.columns import bounds
 from kvxfer.system.abi import ffi
-from kvxfer.system.calls import memmove, process_vm_read, process_vm_write
+from kvxfer.system.calls import process_vm_read, process_vm_write
+from kvxfer.system.held import RowCopy, memmove
 from kvxfer.system.iovec import address_of
 from kvxfer.transports.base import Transfer
 from kvxfer.types import IOVEC_DTYPE, AddressColumn, Opcode
@@ -39,12 +39,10 @@ __all__ = ["CopyJob", "MappedCopy", "ProcessIdentity", "ProcessVmCopy"]
 
 WINDOW_NBYTES = 2 << 20
 """What is copied between two looks at the clock: about 0.2 ms. It is also the longest piece of one row."""
-SMALL_NBYTES = 16 << 10
-"""Rows of one length below this go by numpy indexing (crossover measured between 16 and 64 KiB)."""
-SMALL_COUNT = 8
-"""Fewer rows than this are not worth an index."""
-TILE_NBYTES = 128 << 10
-"""numpy gathers into a temporary before it scatters; it should stay in the L2 cache."""
+ROWS_MIN = 8
+"""Fewer rows than this are not worth the making of a call for many."""
+SORTED_NBYTES = 16 << 10
+"""Below this, sorting rows by address costs less than it brings."""
 TOKEN_FRESH_S = 1e-3
 PARALLEL_NBYTES = 2 << 20
 """Below this waking a second thread (15 us, at times 200) costs more than it brings."""
@@ -61,12 +59,20 @@ class CopyJob(ABC):
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
     ) -> None:
-        self._destination, self._source, self._nbytes, self._slices = _cut_pieces(destination, source, nbytes, slices)
-        self._windows = _cut_windows(self._nbytes, self.window_rows_max)
+        least, greatest = bounds(nbytes)
+        if greatest > WINDOW_NBYTES:
+            destination, source, nbytes, slices = _cut_pieces(destination, source, nbytes, slices)
+        self._destination, self._source, self._nbytes, self._slices = destination, source, nbytes, slices
+        rows_max = self.window_rows_max
+        self._windows = (
+            _cut_equal_windows(len(nbytes), greatest, min(rows_max, WINDOW_NBYTES // greatest))
+            if least == greatest <= WINDOW_NBYTES
+            else _cut_windows(nbytes, rows_max)
+        )
         """What is still to be copied, last first: (first piece, one past the last, bytes). list.pop is atomic, so
         several threads may take from it."""
         self._done: list[tuple[int, int, int]] = []
-        self._nbytes_total = int(self._nbytes.sum())
+        self._nbytes_total = sum([nbytes for _, _, nbytes in self._windows])
 
     @property
     def nbytes_done(self) -> int:
@@ -91,22 +97,26 @@ class CopyJob(ABC):
 
 
 class MappedCopy(CopyJob):
-    """Both sides are mapped in this process: plain copies."""
+    """Both sides are mapped in this process: plain copies, which keep the GIL for a window at a time."""
 
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
     ) -> None:
+        self._copy: RowCopy | None = None
+        if len(nbytes) >= ROWS_MIN:
+            # Rows of one length together: they can be one call. Short ones by address: neighbours share pages.
+            least, greatest = bounds(nbytes)
+            if least != greatest:
+                order = np.argsort(nbytes, kind="stable")
+                destination, source, nbytes, slices = (
+                    column[order] for column in (destination, source, nbytes, slices)
+                )
+            elif greatest < SORTED_NBYTES:
+                order = np.argsort(source)
+                destination, source, slices = destination[order], source[order], slices[order]
         super().__init__(destination, source, nbytes, slices)
-        first = int(self._nbytes[0])
-        self._copy_window: Callable[[int, int], None] = self._copy_rows
-        if first < SMALL_NBYTES and len(self._nbytes) >= SMALL_COUNT and bool((self._nbytes == first).all()):
-            order = np.argsort(self._source)
-            self._source, self._destination = self._source[order], self._destination[order]
-            self._slices = self._slices[order]
-            self._source_items, self._source_start = _items(self._source, first)
-            self._destination_items, self._destination_start = _items(self._destination, first)
-            self._tile_rows = max(1, TILE_NBYTES // first)
-            self._copy_window = self._copy_items
+        if len(self._nbytes) >= ROWS_MIN:
+            self._copy = RowCopy(self._destination, self._source)
 
     def run(self, transfer: Transfer, until: float) -> None:
         while self._windows:
@@ -116,22 +126,19 @@ class MappedCopy(CopyJob):
             if transfer.stop is not None or time.monotonic() >= until:
                 return
 
-    def _copy_rows(self, start: int, stop: int) -> None:
-        copy = memmove
-        for destination, source, nbytes in zip(
+    def _copy_window(self, start: int, stop: int) -> None:
+        nbytes = int(self._nbytes[start])
+        # Sorted by length, and a window this full has no row that was cut: equal ends are equal rows.
+        if self._copy is not None and stop - start >= ROWS_MIN and nbytes == self._nbytes[stop - 1]:
+            self._copy.copy(start, stop, nbytes)
+            return
+        for row in zip(
             self._destination[start:stop].tolist(),
             self._source[start:stop].tolist(),
             self._nbytes[start:stop].tolist(),
             strict=True,
         ):
-            copy(destination, source, nbytes)
-
-    def _copy_items(self, start: int, stop: int) -> None:
-        source = self._source[start:stop] - self._source_start
-        destination = self._destination[start:stop] - self._destination_start
-        for at in range(0, stop - start, self._tile_rows):
-            tile = slice(at, at + self._tile_rows)
-            self._destination_items[destination[tile]] = self._source_items[source[tile]]
+            memmove(*row)
 
 
 class ProcessIdentity:
@@ -346,8 +353,6 @@ def _cut_pieces(
     destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
 ) -> tuple[AddressColumn, AddressColumn, AddressColumn, AddressColumn]:
     """Cut rows longer than a window, so that no copy is longer than one."""
-    if int(nbytes.max()) <= WINDOW_NBYTES:
-        return destination, source, nbytes, slices
     counts = -(-nbytes // WINDOW_NBYTES)
     row = np.repeat(np.arange(len(nbytes)), counts)
     offset = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * WINDOW_NBYTES
@@ -357,6 +362,12 @@ def _cut_pieces(
         np.minimum(nbytes[row] - offset, WINDOW_NBYTES),
         slices[row],
     )
+
+
+def _cut_equal_windows(count: int, nbytes: int, rows: int) -> list[tuple[int, int, int]]:
+    """Cut `count` pieces of one length into windows of `rows`, as `_cut_windows`."""
+    starts = range((count - 1) // rows * rows, -1, -rows)
+    return [(start, min(start + rows, count), (min(start + rows, count) - start) * nbytes) for start in starts]
 
 
 def _cut_windows(nbytes: AddressColumn, rows_max: int) -> list[tuple[int, int, int]]:
@@ -372,12 +383,3 @@ def _cut_windows(nbytes: AddressColumn, rows_max: int) -> list[tuple[int, int, i
         start, before = stop, end
     windows.reverse()
     return windows
-
-
-def _items(addresses: AddressColumn, nbytes: int) -> tuple[npt.NDArray[np.void], int]:
-    """Return an array whose item i is the `nbytes` bytes at the returned address + i; items overlap, memory is not
-    touched by making it."""
-    start = int(addresses.min())
-    span = int(addresses.max()) + nbytes - start
-    memory = ffi.buffer(ffi.cast("char *", start), span)
-    return np.ndarray((span - nbytes + 1,), np.dtype((np.void, nbytes)), buffer=memory, strides=(1,)), start

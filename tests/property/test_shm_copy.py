@@ -1,0 +1,103 @@
+"""MappedCopy against a model that copies one byte at a time."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.transports import shm_copy
+from kvxfer.transports.shm_copy import MappedCopy
+
+SLOT_NBYTES = 64
+SLOTS = 40
+WINDOW_NBYTES = 40
+"""So small that rows are cut and windows end everywhere."""
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Draw (places in the source, places in the destination, lengths): rows that do not overlap, of one length, of
+    few or of many."""
+    count = draw(st.integers(1, SLOTS))
+    lengths = draw(st.lists(st.integers(1, SLOT_NBYTES), min_size=1, max_size=5))
+    nbytes = draw(st.lists(st.sampled_from(lengths), min_size=count, max_size=count))
+    places = st.permutations(range(SLOTS)).map(lambda slots: [slot * SLOT_NBYTES for slot in slots[:count]])
+    return draw(places), draw(places), nbytes
+
+
+@given(batches())
+def test_every_row_arrives_nothing_else_changes_and_what_is_left_is_known(
+    batch: tuple[list[int], list[int], list[int]],
+) -> None:
+    sources, destinations, nbytes = batch
+    source = np.random.default_rng(1).integers(1, 256, SLOTS * SLOT_NBYTES, np.uint8)
+    destination = np.zeros_like(source)
+    model = np.zeros_like(source)
+    for at, to, length in zip(sources, destinations, nbytes, strict=True):
+        for i in range(length):
+            model[to + i] = source[at + i]
+    transfer: Any = SimpleNamespace(stop=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shm_copy, "WINDOW_NBYTES", WINDOW_NBYTES)
+        job = MappedCopy(
+            np.array(destinations) + destination.ctypes.data,
+            np.array(sources) + source.ctypes.data,
+            np.array(nbytes),
+            np.arange(len(nbytes)),
+        )
+        while not job.is_done:
+            before = job.nbytes_done
+            job.run(transfer, 0.0)  # one window
+            assert before < job.nbytes_done <= before + WINDOW_NBYTES
+            missing = [
+                row
+                for row, (to, length) in enumerate(zip(destinations, nbytes, strict=True))
+                if (destination[to : to + length] != model[to : to + length]).any()
+            ]
+            assert job.slices_left().tolist() == missing
+    np.testing.assert_array_equal(destination, model)
+    assert job.nbytes_done == sum(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [[4096] * 2048, [64 << 10] * 128, [3 << 20] * 2, list(range(1, 2000))])
+def test_another_thread_gets_the_gil_between_windows_only(nbytes: list[int]) -> None:
+    """With another thread that computes, each copy that gave up the GIL would wait for it for a switch interval."""
+    ends = np.cumsum(nbytes)
+    source, destination = np.ones(ends[-1], np.uint8), np.zeros(ends[-1], np.uint8)
+    job = MappedCopy(
+        destination.ctypes.data + ends - nbytes,
+        source.ctypes.data + ends - nbytes,
+        np.array(nbytes),
+        np.arange(len(nbytes)),
+    )
+    ready, go, has_run = threading.Event(), threading.Lock(), []
+
+    def compute() -> None:
+        ready.set()
+        with go:
+            has_run.append(True)
+
+    go.acquire()
+    thread = threading.Thread(target=compute)
+    thread.start()
+    ready.wait()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        go.release()
+        job.run(SimpleNamespace(stop=None), math.inf)  # type: ignore[arg-type]
+        ran_meanwhile = bool(has_run)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert not ran_meanwhile
+    assert job.is_done
+    assert destination.all()
