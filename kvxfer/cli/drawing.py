@@ -82,9 +82,12 @@ class BenchRow:
 
 
 def draw_rows(rows: Sequence[BenchRow], style: Style, against: str) -> str:
-    """Return the table with a bar per row: full for the rate, hollow up to what memcpy reached on the same blocks."""
-    header = ["transport", "op", "blocks", "batch p50", "GB/s", "of memcpy"]
-    align: list[Align] = ["<", "<", ">", ">", ">", ">", "<", "<"]
+    """Return the table with a bar per row: full for the rate, hollow up to what memcpy reached on the same blocks.
+
+    On a terminal that has no room for bars there are none.
+    """
+    header = ["transport", "op", "blocks", "batch p50", "GB/s", "of memcpy", " "]
+    align: list[Align] = ["<", "<", ">", ">", ">", ">", "<"]
     cells = [
         [
             row.transport,
@@ -93,20 +96,24 @@ def draw_rows(rows: Sequence[BenchRow], style: Style, against: str) -> str:
             _format_time(row.batch_s),
             format_gbps(row.gbps),
             format_ratio(row.ratio),
+            "fail" if row.wrong else "ok",
         ]
         for row in rows
     ]
-    used = sum(max(len(cell) for cell in column) + 2 for column in zip(header, *cells, strict=True)) + 3
+    used = sum(max(map(len, column)) + 2 for column in list(zip(header, *cells, strict=True))[:-1]) + len("x  ")
+    cells = [[*line, style.mark(mark)] for *line, mark in cells]
     bar_width = max(BAR_WIDTH_MIN, style.width - used)
+    has_bars = style.columns is None or used + bar_width <= style.columns
     top = max((max(row.gbps, row.memcpy_gbps) for row in rows), default=1.0)
-    for row, line in zip(rows, cells, strict=True):
-        line += [style.mark("ok" if not row.wrong else "fail"), _bar(row, top, bar_width, style)]
+    if has_bars:
+        header, align = [*header, ""], [*align, "<"]
+        cells = [[*line, _bar(row, top, bar_width, style)] for row, line in zip(rows, cells, strict=True)]
     lines = [
         style.paint(f"kvxfer {__version__} bench", "bold") + f"  against {against}",
         "",
-        draw_table([*header, " ", ""], _with_gaps(rows, cells), align, style),
+        draw_table(header, _with_gaps(rows, cells), align, style),
         "",
-        style.paint(wrap(_legend(rows, top, style), style, indent=""), "dim"),
+        style.paint(wrap(_legend(rows, top, style, has_bars=has_bars), style, indent=""), "dim"),
     ]
     passed = dict(reason for row in rows for reason in row.passed_over.items())
     lines += [wrap(f"{name} was passed over: {reason}", style, indent="") for name, reason in passed.items()]
@@ -120,7 +127,7 @@ def draw_rows(rows: Sequence[BenchRow], style: Style, against: str) -> str:
     return "\n".join(lines)
 
 
-def _legend(rows: Sequence[BenchRow], top: float, style: Style) -> str:
+def _legend(rows: Sequence[BenchRow], top: float, style: Style, *, has_bars: bool) -> str:
     track = "░" if style.unicode else "."
     verifiers = ", ".join(dict.fromkeys(row.verified_by for row in rows))
     single = ""
@@ -129,11 +136,13 @@ def _legend(rows: Sequence[BenchRow], top: float, style: Style) -> str:
             " A single block is moved by a call with plain ints, as for the 4 KiB p50 of `kvxfer demo`; here each call "
             "comes after its block was filled and the last one checked, there 1,000 in a row: that one is shorter."
         )
-    return (
-        f"Bars are GB/s (10^9 bytes, the longest is {format_gbps(top)}); {track} goes on to what a Python loop of "
-        "memory copies over the same blocks reached in the same rounds. Figures are medians. "
-        f"Verified by: {verifiers}.{single}"
+    memcpy = "what a Python loop of memory copies over the same blocks reached in the same rounds"
+    told = (
+        f"Bars are GB/s (10^9 bytes, the longest is {format_gbps(top)}); {track} goes on to {memcpy}."
+        if has_bars
+        else f"GB/s are 10^9 bytes; memcpy is {memcpy}."
     )
+    return f"{told} Figures are medians. Verified by: {verifiers}.{single}"
 
 
 def check_plot_target(path: Path) -> None:

@@ -42,6 +42,8 @@ class Style:
     colour: bool = False
     unicode: bool = False
     width: int = 80
+    columns: int | None = None
+    """Of the terminal, which breaks longer lines wherever that is; None for a file or a pipe, which break none."""
 
     @classmethod
     def of(cls, stream: TextIO, environ: Mapping[str, str] | None = None) -> Style:
@@ -52,11 +54,12 @@ class Style:
         # With LANG=C the interpreter itself switches to UTF-8 (PEP 538, 540), so that the encoding alone does not tell.
         locale = variables.get("LC_ALL") or variables.get("LANG") or ""
         encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-        width = shutil.get_terminal_size((WIDTH_MAX, 24)).columns if is_terminal else WIDTH_MAX
+        columns = shutil.get_terminal_size((WIDTH_MAX, 24)).columns if is_terminal else None
         return cls(
             colour=colour,
             unicode=encoding.startswith("utf8") and locale not in ("C", "POSIX"),
-            width=min(max(width, 40), WIDTH_MAX),
+            width=min(max(columns or WIDTH_MAX, 40), WIDTH_MAX),
+            columns=columns,
         )
 
     def paint(self, text: str, *names: str) -> str:
@@ -81,10 +84,13 @@ class Style:
 def draw_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[Align], style: Style) -> str:
     """Return the table as text without a final newline; cells may hold colour, columns are two spaces apart.
 
-    A row of one cell is a note and is written as it is, under the row before it.
+    A row of one cell is a note and is written as it is, under the row before it. A table that is wider than the
+    terminal becomes a list: a line for each cell, so that no figure is broken in two.
     """
     whole = [row for row in rows if len(row) == len(header)]
     widths = [max(_width(cell) for cell in column) for column in zip(header, *whole, strict=True)]
+    if style.columns is not None and sum(widths) + 2 * (len(widths) - 1) > style.columns:
+        return _draw_list(header, rows, style, style.columns)
     lines = [_line([style.paint(cell, "bold") for cell in header], widths, align)]
     rule = "─" if style.unicode else "-"
     lines.append(style.paint("  ".join(rule * width for width in widths), "dim"))
@@ -168,6 +174,23 @@ class Progress:
 
 def _width(cell: str) -> int:
     return len(_ESCAPE.sub("", cell))
+
+
+def _draw_list(header: Sequence[str], rows: Sequence[Sequence[str]], style: Style, columns: int) -> str:
+    label_width = max(map(len, header))
+    indent = " " * (label_width + 2)
+    lines: list[str] = []
+    for row in rows:
+        if len(row) != len(header):
+            lines += [indent + row[0].strip()] if row[0] else []
+            continue
+        lines += [""] if lines else []
+        for name, cell in zip(header, row, strict=True):
+            first, *more = textwrap.wrap(cell, columns - len(indent), break_long_words=False) or [""]
+            if first:
+                lines.append(f"{style.paint(name, 'bold')}{' ' * (len(indent) - len(name))}{first}")
+                lines += [indent + text for text in more]
+    return "\n".join(lines)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], align: Sequence[Align]) -> str:

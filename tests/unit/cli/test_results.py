@@ -147,6 +147,17 @@ def test_bench_bars_end_at_the_width_and_go_on_to_memcpy(unicode: bool) -> None:
     assert bars[0].count(rest) == pytest.approx(bars[0].count(full), abs=1)
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_no_line_of_demo_and_bench_is_longer_than_the_terminal(columns: int) -> None:
+    style = Style(unicode=True, width=columns, columns=columns)
+    outcomes = {label: measured(label) for label in ("shm", REGISTERED, "tcp")}
+
+    texts = demo.to_text(PLAN, outcomes, style), draw_rows([bench_row(), bench_row(8192)], style, "192.0.2.7:7777")
+
+    assert [line for text in texts for line in text.splitlines()[3:] if len(line) > columns] == []
+    assert ("█" in texts[1], "Bars are" in texts[1]) == (columns == 80, columns == 80)
+
+
 def test_demo_and_bench_say_how_their_times_of_one_block_differ() -> None:
     outcomes = {label: measured(label) for label in ("shm", REGISTERED, "tcp")}
     single = replace(bench_row(), block_count=1)

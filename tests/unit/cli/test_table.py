@@ -127,6 +127,42 @@ def test_sizes_are_written_in_binary_units(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
 
 
+HEADER = ["port", "GB/s", "GIDs, or why not"]
+ROWS = [["mlx5_0:1", "12.3", "10.10.0.1 (RoCE v2) to 10.10.0.2"], ["mlx5_1:1", "-", "no path"], ["    see below"]]
+
+
+def test_table_that_is_wider_than_the_terminal_is_a_list_that_breaks_no_figure() -> None:
+    shown = draw_table(HEADER, ROWS, ["<", ">", "<"], Style(columns=40))
+
+    assert shown.splitlines() == [
+        "port              mlx5_0:1",
+        "GB/s              12.3",
+        "GIDs, or why not  10.10.0.1 (RoCE v2) to",
+        "                  10.10.0.2",
+        "",
+        "port              mlx5_1:1",
+        "GB/s              -",
+        "GIDs, or why not  no path",
+        "                  see below",
+    ]
+
+
+@pytest.mark.parametrize("columns", [None, 48])
+def test_table_that_the_terminal_has_room_for_is_one_and_in_a_file_always(columns: int | None) -> None:
+    shown = draw_table(HEADER, ROWS, ["<", ">", "<"], Style(columns=columns)).splitlines()
+
+    assert shown[0] == "port      GB/s  GIDs, or why not"
+    assert len(shown[2]) == 48
+    assert len(shown) == 5
+
+
+def test_only_a_terminal_has_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+
+    assert (Style.of(Terminal()).columns, Style.of(Terminal()).width) == (60, 60)
+    assert (Style.of(Terminal(is_terminal=False)).columns, Style.of(Terminal(is_terminal=False)).width) == (None, 110)
+
+
 def test_wrap_keeps_words_whole_and_indents() -> None:
     lines = wrap("word " * 40, Style(width=40), "    ").splitlines()
 
