@@ -139,6 +139,13 @@ def is_owned(lock: threading.RLock) -> bool:
 class Delivery(Protocol):
     """A notification on its way to the peer by the control connection. The first `wait` sends it."""
 
+    fences: dict[int, int]
+    """What the peer must have seen before it takes it: for each connection, by number, the number of a fence."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was sent and the peer has answered, or never will."""
+
     def wait(self, timeout_s: float) -> bool:
         """Whether the peer has it; raises what went wrong."""
 
@@ -286,6 +293,15 @@ class Transport(ABC):
 
     def drop(self, session: str) -> None:  # noqa: B027  as hang_up
         """Drop all connections of a session that has ended."""
+
+    def await_fences(self, session: str, fences: Mapping[int, int], then: Callable[[bool], None]) -> None:
+        """Wait until the bytes behind a notification can be seen here; called in the loop's thread, never blocks.
+
+        fences: for each connection that carried some, by the number that `accept` got, the fence behind them. then:
+        called once, in the loop's thread, now or later: True when all have come, False when one cannot come any more.
+        Raises RemoteProtocolError for fences that the protocol does not allow, and calls nothing then.
+        """
+        raise RemoteProtocolError(f"a peer names fences over {self.name}, which has none.")
 
     @abstractmethod
     def open_endpoint(self, card: Mapping[str, Any], link: PeerLink, deadline: float) -> Endpoint:
