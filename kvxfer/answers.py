@@ -18,12 +18,17 @@ from kvxfer.text import format_seconds
 if TYPE_CHECKING:
     from kvxfer.session import Session
 
-__all__ = ["ANSWERS", "Notice", "Pending", "join_number", "split_number"]
+__all__ = ["ANSWERS", "Notice", "Pending", "join_fences", "join_number", "split_fences", "split_number"]
 
 ANSWERS = frozenset(
     {FrameKind.REGIONS, FrameKind.NOTIFY_ACK, FrameKind.ABORTED, FrameKind.REVOKED, FrameKind.CONNECTED}
 )
+_RAW = (FrameKind.NOTIFY, FrameKind.NOTIFY_FENCED, FrameKind.NOTIFY_ACK)
 _NUMBER = struct.Struct("<Q")
+_COUNT = struct.Struct("<H")
+_FENCE = struct.Struct("<QQ")
+FENCES_MAX = 64
+"""Of one notification: as many as one peer may have connections."""
 
 
 class Pending:
@@ -84,6 +89,7 @@ class Notice:
     def __init__(self, session: Session, payload: bytes) -> None:
         self._session = session
         self._payload = payload
+        self.fences: dict[int, int] = {}
         self._is_begun = False
         self._pending: Pending | None = None
 
@@ -91,14 +97,22 @@ class Notice:
         """Send it, unless that was done; whether the peer has it within the time. Raises what keeps it from coming."""
         if self._pending is None:
             self._is_begun = True
-            self._pending = self._session.ask(FrameKind.NOTIFY, FrameKind.NOTIFY_ACK, self._payload)
+            kind, body = FrameKind.NOTIFY, self._payload
+            if self.fences:
+                kind, body = FrameKind.NOTIFY_FENCED, join_fences(self.fences, body)
+            self._pending = self._session.ask(kind, FrameKind.NOTIFY_ACK, body)
         return self._pending.wait(timeout_s)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was sent and the peer has answered, or never will."""
+        return self._pending is not None and self._pending.is_resolved
 
     def abandon(self) -> None:
         """Make sure that the peer does not take it any more."""
         if self._pending is not None:
             self._pending.abandon()
-        elif self._is_begun:  # nobody knows how far it has come
+        elif self._is_begun or self.fences:  # nobody knows how far it has come; fences would never be named
             self._session.reset(_given_up(self._session.label))
 
 
@@ -108,7 +122,7 @@ def _given_up(label: str) -> TransferTimeoutError:
 
 def split_number(frame: Frame) -> tuple[int, Any]:
     """Return the number of a question or answer and the rest of its body: bytes for notifications, else a dict."""
-    if frame.kind in (FrameKind.NOTIFY, FrameKind.NOTIFY_ACK):
+    if frame.kind in _RAW:
         if len(frame.body) < _NUMBER.size:
             raise RemoteProtocolError(f"a {frame.kind.name} frame of {len(frame.body)} bytes is too short.")
         return _NUMBER.unpack_from(frame.body)[0], bytes(frame.body[_NUMBER.size :])
@@ -125,3 +139,20 @@ def split_number(frame: Frame) -> tuple[int, Any]:
 def join_number(number: int, body: Mapping[str, Any] | bytes) -> bytes:
     """Return the body of a question or answer with its number in it, as `split_number` finds it."""
     return _NUMBER.pack(number) + body if isinstance(body, bytes) else json.dumps({**body, "number": number}).encode()
+
+
+def join_fences(fences: Mapping[int, int], payload: bytes) -> bytes:
+    """Return a notification's payload behind the fences that it waits for, as `split_fences` finds them."""
+    return b"".join([_COUNT.pack(len(fences)), *(_FENCE.pack(*pair) for pair in fences.items()), payload])
+
+
+def split_fences(body: bytes) -> tuple[dict[int, int], bytes]:
+    """Return the fences that a notification waits for, by connection, and its payload. Raises RemoteProtocolError."""
+    count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else 0
+    start = _COUNT.size + count * _FENCE.size
+    if not 0 < count <= FENCES_MAX or len(body) < start:
+        raise RemoteProtocolError(f"a notification of {len(body)} bytes names {count} fences, not 1 to {FENCES_MAX}.")
+    fences = dict(_FENCE.iter_unpack(body[_COUNT.size : start]))
+    if len(fences) < count:
+        raise RemoteProtocolError(f"a notification names {count} fences of {len(fences)} connections.")
+    return fences, body[start:]

@@ -215,6 +215,15 @@ class EngineConfig:
         high=32768,
         synonyms=("MC_MAX_WR",),
     )
+    rdma_fences_max: int = count(
+        "fences",
+        64,
+        "notifications that may be on their way behind the bytes of one queue pair, a receive for each; 0: all go by "
+        "the control connection alone",
+        "the receives and completions fit a page; more would be threads that notify one peer at once",
+        low=0,
+        high=4096,
+    )
     rdma_timeout: int = count(
         "exponent",
         18,

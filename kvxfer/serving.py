@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.addresses import parse_host_port
-from kvxfer.answers import Pending, split_number
+from kvxfer.answers import Pending, split_fences, split_number
 from kvxfer.config import EngineConfig
 from kvxfer.control import Dialect
 from kvxfer.errors import (
@@ -35,7 +35,7 @@ from kvxfer.handshake.machine import Handshake, Role
 from kvxfer.log import get_logger
 from kvxfer.memory import Region, RegionTable, locate
 from kvxfer.memory.access import access_denied
-from kvxfer.notifications import Notification, NotificationQueue
+from kvxfer.notifications import NBYTES_MAX, Notification, NotificationQueue
 from kvxfer.session import Session
 from kvxfer.transport_set import TransportSet
 from kvxfer.transports.loop import Loop
@@ -73,6 +73,8 @@ class PeerService:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self.notifications = NotificationQueue(config.notifications_pending_max)
+        self._held_nbytes = 0
+        """What notifications hold of memory that wait for fences; in the loop's thread."""
         self._log = get_logger(__name__)
 
     def close(self) -> None:
@@ -223,13 +225,9 @@ class PeerService:
             number, _ = split_number(frame)
             session.send(FrameKind.REGIONS, json.dumps(self._regions_for_peers(number)).encode())
         elif frame.kind is FrameKind.NOTIFY:
-            number, payload = split_number(frame)
-            refusal = b""
-            try:
-                self.notify(self._peer_address(session), payload, session.generation)
-            except UsageError as error:
-                refusal = str(error).encode()[:REFUSAL_NBYTES_MAX]
-            session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little") + refusal)
+            self._take_notice(session, *split_number(frame))
+        elif frame.kind is FrameKind.NOTIFY_FENCED:
+            self._hold_notice(session, *split_number(frame))
         elif frame.kind is FrameKind.ABORT:
             self._hang_up(session, *split_number(frame))
         elif frame.kind is FrameKind.CONNECT:
@@ -246,6 +244,42 @@ class PeerService:
         self.notifications.disconnected(session.generation, session.token, error)
         event = "peer.disconnected" if session.established is not None else "peer.refused"
         self._log.info(event, peer=self._peer_address(session), label=session.label, reason=error.message)
+
+    def _take_notice(self, session: Session, number: int, payload: bytes | None) -> None:
+        """Queue a notification and say so, or why not. None: there was no room to keep it until now."""
+        refusal = b""
+        try:
+            if payload is None:
+                raise self._no_room()
+            self.notify(self._peer_address(session), payload, session.generation)
+        except UsageError as error:
+            refusal = str(error).encode()[:REFUSAL_NBYTES_MAX]
+        session.send(FrameKind.NOTIFY_ACK, number.to_bytes(8, "little") + refusal)
+
+    def _hold_notice(self, session: Session, number: int, body: bytes) -> None:
+        """Take a notification once its fences have come, or cannot come any more."""
+        fences, payload = split_fences(body)
+        rdma = self.transports.get("rdma")
+        if rdma is None:
+            raise RemoteProtocolError(f"{self._peer_address(session)} names fences; there is no rdma here.")
+        kept = payload if self._held_nbytes + len(payload) <= NBYTES_MAX else None
+        nbytes = 0 if kept is None else len(kept)
+
+        def take(is_fenced: bool) -> None:
+            self._held_nbytes -= nbytes
+            if session.was_reset():
+                return
+            if not is_fenced:
+                self._log.warning("rdma.fence_missed", peer=self._peer_address(session), notify_nbytes=len(payload))
+            with contextlib.suppress(KvxferError):  # the session ends meanwhile
+                self._take_notice(session, number, kept)
+
+        self._held_nbytes += nbytes
+        try:
+            rdma.await_fences(session.token, fences, take)
+        except RemoteProtocolError:
+            self._held_nbytes -= nbytes
+            raise
 
     def _hang_up(self, session: Session, number: int, body: Mapping[str, Any]) -> None:
         """Drop a connection that the peer has given up, and say so once nothing more comes in over it."""

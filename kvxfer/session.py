@@ -247,6 +247,13 @@ class Session:
         """Drop the connection so that the peer does not read what is still on its way; from any thread."""
         self._end(error, reset=True)
 
+    def was_reset(self) -> bool:
+        """Whether the session is over, also where the peer's reset was not read yet; in the loop's thread, before what
+        the peer may have given up takes effect."""
+        if self.error is None and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._end(PeerClosedError(f"{self.label} reset the session.", peer=self.label))
+        return self.error is not None
+
     def abandon(self) -> None:
         """In a forked child: close the copy of the descriptor only."""
         with contextlib.suppress(OSError):
@@ -351,10 +358,8 @@ class Session:
             self.send(FrameKind.PONG, b"")
         elif frame.kind is FrameKind.PONG:
             pass
-        elif frame.kind is FrameKind.NOTIFY and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._end(
-                PeerClosedError(f"{self.label} reset the session.", peer=self.label)
-            )  # it has given that batch up
+        elif frame.kind is FrameKind.NOTIFY and self.was_reset():
+            pass  # it has given that batch up
         elif frame.kind in ANSWERS:
             number, body = split_number(frame)
             with self._lock:

@@ -71,6 +71,7 @@ class FrameKind(enum.IntEnum):
     ABORTED = 25
     CONNECT = 26
     CONNECTED = 27
+    NOTIFY_FENCED = 28
     ATTACH = 32
     ATTACHED = 33
 
@@ -94,6 +95,7 @@ BODY_NBYTES_MAX: Mapping[FrameKind, int] = {
     FrameKind.ABORTED: KIB,
     FrameKind.CONNECT: 16 * KIB,
     FrameKind.CONNECTED: 16 * KIB,
+    FrameKind.NOTIFY_FENCED: MIB + 2 * KIB,
     FrameKind.ATTACH: 4 * KIB,
     FrameKind.ATTACHED: 4 * KIB,
 }
@@ -106,6 +108,7 @@ ASKING_KINDS = frozenset(
         FrameKind.REGIONS_GET,
         FrameKind.REVOKED,
         FrameKind.NOTIFY,
+        FrameKind.NOTIFY_FENCED,
         FrameKind.ABORT,
         FrameKind.CONNECT,
     }

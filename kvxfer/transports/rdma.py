@@ -64,7 +64,6 @@ class RdmaTransport(Transport):
         self.nics: tuple[Nic, ...] = survey.nics
         """The ports that are in use; those that come up later are added."""
         self._memory = RdmaMemory(self.nics, config.rdma_chunk_nbytes_max)
-        self.service = RdmaService(self.nics)
         self._lock = threading.Lock()
         self._endpoints: WeakKeyDictionary[RdmaEndpoint, tuple[list[tuple[str, PortOffer]], str]] = WeakKeyDictionary()
         """What was offered by the peer of each, and its name."""
@@ -73,6 +72,7 @@ class RdmaTransport(Transport):
         for warning in find_shared_gids([nic.offer() for nic in self.nics]):
             log.warning("rdma.shared_gid", warning=warning)
         self._watch = PortWatch(survey, config, loop, source, self._take)
+        self.service = RdmaService(self.nics, loop, self._watch.add_reader)
 
     @classmethod
     def probe(cls, config: EngineConfig) -> Probe:
@@ -156,6 +156,9 @@ class RdmaTransport(Transport):
 
     def drop(self, session: str) -> None:
         self.service.drop(session)
+
+    def await_fences(self, session: str, fences: Mapping[int, int], then: Callable[[bool], None]) -> None:
+        self.service.await_fences(session, fences, then)
 
     def abandon(self) -> None:
         """The devices are the parent's: nothing of them may be touched here."""

@@ -88,6 +88,8 @@ class Nic:
         self.kind = f"{limits.vendor_id:#x}/{limits.vendor_part_id}/{limits.fw_ver}"
         """Vendor, part and firmware: devices of one kind take the same attributes."""
         self.attributes = PortAttributes.of(config, limits, context.name, port.number)
+        self.fences_max = min(config.rdma_fences_max, limits.max_qp_wr, limits.max_cqe)
+        """Fences that may be on their way on one queue pair of it; 0 for none."""
         self.is_down = False
         """Whether its port went down, or the device was removed, since it was opened."""
         self.nbytes_sent = 0
@@ -170,7 +172,7 @@ class Nic:
                 self.is_down = True
 
     def passive_queue(self) -> CompletionQueue:
-        """Return the completion queue of queue pairs that only answer: nothing ever completes on it."""
+        """Return the completion queue of queue pairs that send nothing: nothing ever completes on it."""
         with self._lock:
             if self._passive_queue is None:
                 self._passive_queue = self.context.create_cq(1)

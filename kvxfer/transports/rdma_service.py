@@ -1,4 +1,5 @@
-"""The answering side: queue pairs that peers write to and read from, and that send nothing themselves.
+"""The answering side: queue pairs that peers write to and read from, and that send nothing themselves; and the fences
+that come in over them, for which notifications wait (`rdma_passive.py`, `rdma_fences.py`).
 
 A peer says which of our ports, which GIDs and which attributes; the queue pair is ready to receive before it is told
 its number. What a device refuses is the answer, with step and errno; the peer decides what to try next. Connections
@@ -16,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import KvxferError, RemoteProtocolError, VerbsError
 from kvxfer.log import get_logger
+from kvxfer.transports.rdma_fences import FenceLedger, Released, Then
+from kvxfer.transports.rdma_passive import FenceChannel, PassiveEnd
 from kvxfer.transports.rdma_wire import ConnectFailure, ConnectReply, ConnectRequest, random_psn
 from kvxfer.verbs.enums import Access, Mtu
 from kvxfer.verbs.gid import format_gid
 from kvxfer.verbs.gid_choice import GidPair, rank_gid_pairs
 from kvxfer.verbs.port import build_address_vector
 from kvxfer.verbs.port_offer import PortOffer
-from kvxfer.verbs.queue_pair import QueuePair, QueuePairCapabilities
 
 if TYPE_CHECKING:
+    from kvxfer.transports.loop import Handler, Loop
     from kvxfer.transports.rdma_nic import Nic
 
 __all__ = ["RdmaService"]
@@ -41,13 +44,21 @@ log = get_logger(__name__)
 
 
 class RdmaService:
-    """The ends that peers use. All methods may be called from any thread."""
+    """The ends that peers use. All methods may be called from any thread, if not said otherwise.
 
-    def __init__(self, nics: Sequence[Nic]) -> None:
+    loop: of the sessions. watch: has a handler looked after by that loop, from any thread.
+    """
+
+    def __init__(self, nics: Sequence[Nic], loop: Loop, watch: Callable[[Handler], None]) -> None:
         self._nics = {nic.name: nic for nic in nics}
+        self._loop = loop
+        self._watch = watch
         self._lock = threading.Lock()
-        self._connections: dict[str, dict[int, QueuePair | None]] = {}
+        self._connections: dict[str, dict[int, PassiveEnd | None]] = {}
         """By session and number; None while it is being made. What is not here any more then is destroyed at once."""
+        self._ledger = FenceLedger()
+        """Of the connections, by session and number; under the lock."""
+        self._channels: dict[str, FenceChannel] = {}
         self._makers = ThreadPoolExecutor(CONNECTING_MAX, thread_name_prefix="kvxfer-connect")
         self._is_closed = False
 
@@ -111,7 +122,7 @@ class RdmaService:
                 "port", 0, KvxferError(f"there is no RDMA port {request.port} here; there is {there}.")
             )
         step = "address"
-        queue_pair: QueuePair | None = None
+        end: PassiveEnd | None = None
         try:
             nic.refresh()
             offer, attributes = nic.offer(), request.attributes
@@ -134,14 +145,15 @@ class RdmaService:
                 service_level=attributes.service_level,
             )
             step = "create"
-            queue = nic.passive_queue()
-            queue_pair = nic.domain.create_qp(queue, capabilities=QueuePairCapabilities(max_send_wr=1))
+            end = PassiveEnd(nic, (session, request.number), self._open_channel)
+            queue_pair = end.queue_pair
             step = "INIT"
             queue_pair.to_init(
                 port=nic.port.number,
                 pkey_index=nic.partition.index,
                 access=Access.REMOTE_WRITE | Access.REMOTE_READ,
             )
+            end.post_receives()
             step = "RTR"
             queue_pair.to_rtr(
                 address=address,
@@ -161,13 +173,13 @@ class RdmaService:
                 rnr_retry=attributes.rnr_retry,
             )
         except BaseException as exc:
-            self._destroy([queue_pair])
+            self._destroy([end])
             if not isinstance(exc, KvxferError):
                 raise
             number = exc.errno if isinstance(exc, VerbsError) else 0
             raise ConnectFailure(step, number or 0, exc) from exc
-        self._keep(session, request.number, queue_pair)
-        return ConnectReply(queue_pair.number, psn)
+        self._keep(session, request.number, end)
+        return ConnectReply(queue_pair.number, psn, end.fences)
 
     def _find_gids(self, nic: Nic, request: ConnectRequest) -> GidPair | None:
         """Return the pair that the peer chose, with the row where our GID is now.
@@ -186,20 +198,21 @@ class RdmaService:
             raise _moved(offer, f"usable GID {format_gid(request.gid)}", ", ".join(map(str, offer.gids)))
         return pairs[0]
 
-    def _keep(self, session: str, number: int, queue_pair: QueuePair) -> None:
+    def _keep(self, session: str, number: int, end: PassiveEnd) -> None:
         with self._lock:
             held = self._connections.get(session, {})
             if number in held:
-                held[number] = queue_pair
+                held[number] = end
+                self._ledger.open(end.key, end.fences)
                 return
-        self._destroy([queue_pair])
+        self._destroy([end])
         raise ConnectFailure("RTS", 0, KvxferError("the connection was given up while it was made."))
 
     def hang_up(self, session: str, number: int) -> None:
         """Transport.hang_up: destroy one connection; when this returns the device drops what comes in for it."""
         with self._lock:
-            queue_pair = self._connections.get(session, {}).pop(number, None)
-        self._destroy([queue_pair])
+            end = self._connections.get(session, {}).pop(number, None)
+        self._destroy([end])
 
     def drop(self, session: str) -> None:
         """Transport.drop."""
@@ -216,14 +229,69 @@ class RdmaService:
         self._makers.shutdown(wait=True, cancel_futures=True)
         self._destroy(held)
 
-    @staticmethod
-    def _destroy(queue_pairs: Iterable[QueuePair | None]) -> None:
-        for queue_pair in queue_pairs:
-            try:
-                if queue_pair is not None:
-                    queue_pair.close()
-            except KvxferError as error:
-                log.warning("rdma.close_failed", error=error.message)
+    def _destroy(self, ends: Iterable[PassiveEnd | None]) -> None:
+        """Destroy what there is; what waits for its fences goes on without."""
+        for end in ends:
+            if end is not None:
+                end.close()
+                self._lose(end)
+
+    # Fences. Nobody holds the lock.
+
+    def await_fences(self, session: str, fences: Mapping[int, int], then: Then) -> None:
+        """Transport.await_fences."""
+        with self._lock:
+            held = self._connections.get(session, {})
+            ends = [end for number in fences if (end := held.get(number)) is not None]
+        for end in ends:
+            self._poll(end)  # mostly it is there: then nobody has to be woken for it
+        with self._lock:
+            released = self._ledger.hold({(session, number): fence for number, fence in fences.items()}, then)
+        self._release(released)
+        if not released:
+            for end in ends:
+                self._look(end)
+
+    def _look(self, end: PassiveEnd) -> None:
+        """Poll, and be woken again if more is waited for."""
+        self._poll(end)
+        with self._lock:
+            waits = self._ledger.waits(end.key)
+        if waits and not end.arm():
+            self._lose(end)
+        elif waits:
+            self._poll(end)  # what came before it was armed
+
+    def _poll(self, end: PassiveEnd) -> None:
+        count, may_come = end.poll()
+        if count:
+            with self._lock:
+                released = self._ledger.see(end.key, count)
+            self._release(released)
+        if not may_come:
+            self._lose(end)
+
+    def _lose(self, end: PassiveEnd) -> None:
+        """No fence comes over it any more."""
+        with self._lock:
+            released = self._ledger.close(end.key)
+        self._release(released)
+
+    def _release(self, released: Released) -> None:
+        if released and not self._loop.is_current:
+            self._loop.call_soon(lambda: self._release(released))
+            return
+        for then, is_fenced in released:
+            then(is_fenced)
+
+    def _open_channel(self, nic: Nic) -> FenceChannel:
+        """Return the channel of a port, which is made when the first peer connects to it."""
+        with self._lock:
+            channel = self._channels.get(nic.name)
+            if channel is None:
+                channel = self._channels[nic.name] = FenceChannel(nic.context, self._look, self._lose)
+                self._watch(channel)
+            return channel
 
 
 def _moved(offer: PortOffer, asked: str, held: str) -> ConnectFailure:

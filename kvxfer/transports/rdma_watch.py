@@ -23,7 +23,7 @@ from kvxfer.verbs.sysfs import list_sysfs_devices
 
 if TYPE_CHECKING:
     from kvxfer.config import EngineConfig
-    from kvxfer.transports.loop import Loop
+    from kvxfer.transports.loop import Handler, Loop
     from kvxfer.verbs.library import VerbsLibrary
 
 __all__ = ["PortWatch"]
@@ -55,7 +55,7 @@ class PortWatch:
         self._lock = threading.Lock()
         self._contexts: list[Context] = []
         self._nics = list(survey.nics)
-        self._readers: list[_EventReader] = []
+        self._readers: list[Handler] = []
         self._known = {one.name for one in list_sysfs_devices(self._root)} | {one.name for one in survey.contexts}
         """Devices that were there when somebody looked, used or not; none is ever opened twice."""
         self._told = dict(survey.warnings)
@@ -118,9 +118,14 @@ class PortWatch:
     def _add(self, context: Context) -> None:
         with self._lock:
             self._contexts.append(context)
-            reader = _EventReader(context, self)
-            self._readers.append(reader)
-        self._loop.call_soon(lambda: self._loop.add(reader))
+        self.add_reader(_EventReader(context, self))
+
+    def add_reader(self, reader: Handler) -> None:
+        """Have the loop look after a descriptor of a device, until `stop`."""
+        with self._lock:
+            if not self._is_closed:
+                self._readers.append(reader)
+                self._loop.call_soon(lambda: self._loop.add(reader))
 
     def _run(self) -> None:
         while True:

@@ -23,6 +23,7 @@ GID_NBYTES = 16
 LID_MAX = 0xFFFF
 NUMBER_MAX = 1 << 62
 NAME_LENGTH_MAX = 80
+FENCES_MAX = 1 << 20
 STEPS = ("create", "INIT", "RTR", "RTS", "address", "port")
 
 
@@ -78,14 +79,16 @@ class ConnectRequest:
 
 @dataclass(frozen=True)
 class ConnectReply:
-    """The end that the other side has made ready to receive."""
+    """The end that the other side has made ready to receive. fences: receives that it keeps posted for fences; 0 for
+    none, as from a peer that does not know them."""
 
     qp_num: int
     psn: int
+    fences: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the body."""
-        return {"qp_num": self.qp_num, "psn": self.psn}
+        return {"qp_num": self.qp_num, "psn": self.psn, "fences": self.fences}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any], peer: str) -> ConnectReply:
@@ -93,7 +96,11 @@ class ConnectReply:
         failed = body.get("failed")
         if isinstance(failed, dict):
             raise ConnectFailure.from_json(failed, peer)
-        return cls(qp_num=take_int(body, "qp_num", 0, QP_NUM_MAX), psn=take_int(body, "psn", 0, PSN_MAX))
+        return cls(
+            qp_num=take_int(body, "qp_num", 0, QP_NUM_MAX),
+            psn=take_int(body, "psn", 0, PSN_MAX),
+            fences=take_int(body, "fences", 0, FENCES_MAX) if "fences" in body else 0,
+        )
 
 
 class ConnectFailure(Exception):  # noqa: N818  an answer, which becomes the caller's error
