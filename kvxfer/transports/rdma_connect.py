@@ -88,7 +88,7 @@ def connect(rail: Rail, link: PeerLink, deadline: float) -> SendQueue:
                     if attributes != ladder.first:
                         told_of = [str(attempt) for attempt in attempts]
                         log.warning("rdma.attribute_lowered", rail=rail.label, attempts=told_of)
-                    rail.note_connected(gids, attributes, attempts)
+                    rail.note_connected(gids, attributes, attempts, fences_max=queue.fences.limit)
                     return queue
             assert failed is not None
             if failed.offer is not None and not is_renewed and rail.renew(failed.offer):
@@ -210,7 +210,8 @@ def _try(
             retry_cnt=attributes.retry_count,
             rnr_retry=attributes.rnr_retry,
         )
-        return SendQueue(queue_pair, completions, channel)
+        fences_max = min(reply.fences, nic.fences_max)
+        return SendQueue(queue_pair, completions, channel, number=request.number, fences_max=fences_max)
     except BaseException as exc:
         close_all(queue_pair, completions, channel)
         if isinstance(exc, ConnectFailure):

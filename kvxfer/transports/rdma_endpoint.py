@@ -28,6 +28,7 @@ from kvxfer.transports.rdma_connect import connect
 from kvxfer.transports.rdma_faults import fault_error, is_of_path
 from kvxfer.transports.rdma_lane import Lane, Work
 from kvxfer.transports.rdma_mender import Connect, Mender
+from kvxfer.transports.rdma_notices import Notices
 from kvxfer.transports.rdma_placement import Placement
 from kvxfer.transports.rdma_queue import Fault, SendQueue
 from kvxfer.transports.rdma_rail import Rail
@@ -50,6 +51,8 @@ HANG_UP_S = 1.0
 """How long the end of a failed batch waits for a peer that does not say that it has dropped its end."""
 TICK_S = 0.05
 """How long who waits may be deaf to a cancel, a closed peer, a port that went down."""
+FENCE_TICK_S = 0.002
+"""How long a notification may be deaf to room for its fence, which the answer to another one makes."""
 
 
 class RdmaEndpoint(Endpoint):
@@ -64,6 +67,7 @@ class RdmaEndpoint(Endpoint):
         self._link = link
         self._config = config
         self._changed = threading.Condition(threading.Lock())
+        self._notices = Notices(link)
         self._spreader = Spreader(link.label)
         self._mender = Mender(
             self._rails,
@@ -115,7 +119,7 @@ class RdmaEndpoint(Endpoint):
             if self._move(transfer, until) and self._announce(transfer, until):
                 transfer.finish()
         except KvxferError as error:
-            self._give_up(transfer, time.monotonic() + HANG_UP_S)
+            self.abort(transfer, time.monotonic() + HANG_UP_S)
             if self._closed is None:
                 error.note(nbytes_done=transfer.nbytes_done)
             transfer.finish(self._closed or error)
@@ -134,7 +138,7 @@ class RdmaEndpoint(Endpoint):
         self._give_up(transfer, min(deadline, time.monotonic() + HANG_UP_S))
 
     def describe(self) -> Mapping[str, Any]:
-        return {"rails": [rail.describe() for rail in self._rails]}
+        return {"rails": [rail.describe() for rail in self._rails], "notifications": self._notices.describe()}
 
     def forget(self, region_ids: Sequence[int]) -> None:
         with self._changed:
@@ -174,7 +178,8 @@ class RdmaEndpoint(Endpoint):
                 moved = self._pump()
                 if transfer.work.error is not None:
                     raise transfer.work.error
-                if self._is_over(transfer):
+                is_over = self._is_over(transfer)
+                if is_over and self._notices.begin(transfer):
                     self._changed.notify_all()
                     return True
                 now = time.monotonic()
@@ -184,7 +189,7 @@ class RdmaEndpoint(Endpoint):
                 if moved:
                     self._spin_until = now + self._config.spin_s
                 elif now >= self._spin_until:
-                    self._sleep(min(TICK_S, until - now))
+                    self._sleep(min(FENCE_TICK_S if is_over else TICK_S, until - now))
                 else:
                     self._yield()
 
@@ -278,14 +283,20 @@ class RdmaEndpoint(Endpoint):
         return transfer.opcode is Opcode.WRITE and not self._mender.undropped.isdisjoint(transfer.work.broken)
 
     def _announce(self, transfer: Transfer, until: float) -> bool:
-        """Whether the peer has the notification: by the control connection, after the last completion. Takes no
-        lock."""
+        """Whether the peer has the notification, which `_move` has begun. Takes `_changed`."""
         if transfer.notify is None:
             return True
         work: Work = transfer.work
-        if work.delivery is None:
-            work.delivery = self._link.deliver(transfer.notify)
-        return is_delivered(work.delivery, transfer, until)
+        assert work.delivery is not None
+        while not is_delivered(work.delivery, transfer, min(until, time.monotonic() + TICK_S)):
+            if transfer.stop is not None or time.monotonic() >= until:
+                return False
+            with self._changed:
+                if self._closed is None:
+                    self._pump()  # if a fence is lost the peer is told so, and waits for it no longer
+        with self._changed:
+            self._notices.note_delivered(transfer)
+        return True
 
     # What breaks.
 

@@ -38,7 +38,7 @@ class QueuePairAttributes:
     send_depth: int = 256
     timeout: int = 18  # 1.07 s: long enough for a link to come back; NCCL's value since 2.14
     retry_count: int = 6  # 7 is "for ever" on rxe and others
-    rnr_retry: int = 6  # kvxfer sends nothing that needs a receive
+    rnr_retry: int = 6  # never needed: what takes a receive is counted (rdma_fences.py)
     min_rnr_timer: int = 12  # 0.64 ms; every engine's value
     hop_limit: int = 64  # crosses routers; 1 would stay in the rack
     traffic_class: int = 0

@@ -14,6 +14,7 @@ from kvxfer.types import AddressColumn
 if TYPE_CHECKING:
     from kvxfer.errors import KvxferError
     from kvxfer.transports.base import Delivery, Transfer
+    from kvxfer.transports.rdma_queue import SendQueue
     from kvxfer.transports.rdma_rail import Rail
     from kvxfer.verbs.work_request import Column
 
@@ -23,13 +24,26 @@ __all__ = ["Lane", "Work"]
 class Work:
     """How far one batch is: its lanes, what broke under it, and its notification."""
 
-    __slots__ = ("begun", "broken", "delivery", "error", "faults", "first_error", "is_given_up", "lanes", "lost_at")
+    __slots__ = (
+        "begun",
+        "broken",
+        "carriers",
+        "delivery",
+        "error",
+        "faults",
+        "first_error",
+        "is_given_up",
+        "lanes",
+        "lost_at",
+    )
 
     def __init__(self) -> None:
         self.begun = time.monotonic()
         self.lanes: list[Lane] = []
         self.broken: set[int] = set()
         """Connections that broke with slices of it on them."""
+        self.carriers: set[SendQueue] = set()
+        """What slices of it were posted to."""
         self.faults = 0
         self.first_error: KvxferError | None = None
         self.error: KvxferError | None = None

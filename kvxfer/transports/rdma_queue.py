@@ -17,11 +17,13 @@ import numpy as np
 
 from kvxfer.errors import PostError, VerbsError
 from kvxfer.log import get_logger
+from kvxfer.transports.rdma_fences import IMMEDIATE_MASK, FenceCredits
 from kvxfer.types import Opcode
 from kvxfer.verbs.enums import CompletionStatus, QueuePairState, WorkOpcode
 from kvxfer.verbs.work_request import WorkRequestBatch
 
 if TYPE_CHECKING:
+    from kvxfer.transports.base import Delivery
     from kvxfer.transports.rdma_lane import Lane
     from kvxfer.verbs.completion_queue import CompletionChannel, CompletionQueue
     from kvxfer.verbs.handle import Handle
@@ -61,18 +63,34 @@ class Fault:
 class SendQueue:
     """One queue pair, ready to send, with the slices on it."""
 
-    def __init__(self, queue_pair: QueuePair, completions: CompletionQueue, channel: CompletionChannel) -> None:
+    def __init__(
+        self,
+        queue_pair: QueuePair,
+        completions: CompletionQueue,
+        channel: CompletionChannel,
+        *,
+        number: int = 0,
+        fences_max: int = 0,
+    ) -> None:
+        """number: of the connection, as the peer knows it. fences_max: how many the peer takes that it has not
+        answered."""
         self.queue_pair = queue_pair
         self.channel = channel
+        self.number = number
+        self.fences = FenceCredits(fences_max)
         # Devices grant more than was asked, or less; and each request may give a completion.
         self.depth = max(1, min(queue_pair.capabilities.max_send_wr, completions.cqe))
+        self._fence_room = max(1, self.depth >> 3) if fences_max and self.depth > 1 else 0
+        """Requests of it that rows leave to fences: a long batch would let no other be told of."""
         self.fault: Fault | None = None
         """Why the queue is broken; nothing is posted to it any more."""
         self._completions = completions
         self._batch = WorkRequestBatch(self.depth)
+        self._fence = WorkRequestBatch(1)
         self._signal_every = max(1, min(SIGNAL_EVERY_MAX, self.depth // 2))
-        # the number of the last request of each post, whose they are, and how many of its slices were posted then
-        self._spans: deque[tuple[int, Lane, int]] = deque()
+        # the number of the last request of each post, whose they are (None: a fence), and how many of its slices were
+        # posted then
+        self._spans: deque[tuple[int, Lane | None, int]] = deque()
         self._posted = 0
         self._done = 0
         self._seen = 0
@@ -94,7 +112,7 @@ class SendQueue:
 
     def lanes(self) -> list[Lane]:
         """The lanes with slices on the queue."""
-        return list({id(lane): lane for _, lane, _ in self._spans}.values())
+        return list({id(lane): lane for _, lane, _ in self._spans if lane is not None}.values())
 
     def post(self, lane: Lane) -> int:
         """Post as many of the lane's slices as there is room for, if that is worth a call; returns how many.
@@ -103,7 +121,7 @@ class SendQueue:
         whether anything will come back that makes room.
         """
         left = lane.count - lane.posted
-        room = self.depth - (self._posted - self._done)
+        room = self.depth - self._fence_room - (self._posted - self._done)
         if room < left and room < self.depth >> 2:
             return 0
         count = min(left, room)
@@ -115,6 +133,7 @@ class SendQueue:
             self.busy_since = time.monotonic()
             self._busy_nbytes = 0
         lkey, rkey = lane.lkey, lane.rkey
+        lane.transfer.work.carriers.add(self)
         self._batch.fill(
             _WORK[lane.transfer.opcode],
             local_addr=lane.local[at:end],
@@ -136,6 +155,26 @@ class SendQueue:
         self._note_posted(lane, count)
         self._signaled = self._posted
         return count
+
+    @property
+    def can_fence(self) -> bool:
+        """Whether a fence may be posted now."""
+        return self.fences.has_room and self.outstanding < self.depth
+
+    def post_fence(self, delivery: Delivery) -> int:
+        """Post a fence behind all that is on the queue, for this notification; returns its number. A device that
+        refuses it breaks the queue, and the peer is told with that."""
+        fence = self.fences.take(delivery)
+        self._fence.clear()
+        self._fence.append_notice(fence & IMMEDIATE_MASK, wr_id=self._posted + 1)
+        try:
+            self.queue_pair.post_send(self._fence)
+        except PostError as error:
+            self.break_by(error)
+            return fence
+        self._posted = self._signaled = self._posted + 1
+        self._spans.append((self._posted, None, 0))
+        return fence
 
     @property
     def is_stuck(self) -> bool:
@@ -181,10 +220,12 @@ class SendQueue:
         while spans:
             end, lane, _ = spans[0]
             if end > number:
-                self._busy_nbytes += lane.advance(number - self._done)
+                if lane is not None:
+                    self._busy_nbytes += lane.advance(number - self._done)
                 self._done = number
                 return
-            self._busy_nbytes += lane.advance(end - self._done)
+            if lane is not None:
+                self._busy_nbytes += lane.advance(end - self._done)
             self._done = end
             spans.popleft()
 
@@ -203,8 +244,10 @@ class SendQueue:
         status = CompletionStatus(int(rows["status"][first]))
         vendor_err = int(rows["vendor_err"][first])
         for end, lane, posted in self._spans:
-            if number <= end:
+            if number <= end and lane is not None:
                 return Fault(status, vendor_err, lane, posted - 1 - (end - number))
+            if number <= end:
+                break
         return Fault(status, vendor_err)
 
     def arm(self) -> None:

@@ -129,13 +129,18 @@ class Rail:
         return Fault(CompletionStatus.LOC_QP_OP_ERR, 0, cause=cause)
 
     def note_connected(
-        self, gids: GidPair | None, attributes: QueuePairAttributes, attempts: Sequence[Attempt]
+        self,
+        gids: GidPair | None,
+        attributes: QueuePairAttributes,
+        attempts: Sequence[Attempt],
+        *,
+        fences_max: int = 0,
     ) -> None:
         """It has a queue pair with these attributes, after these failed tries."""
         self.gids, self.attributes, self.attempts = gids, attributes, tuple(attempts)
         self._choice = self.nic.choice
         self.trouble = ""
-        log.info("rdma.connected", rail=self.label, gids=str(gids or ""), **attributes.to_json())
+        log.info("rdma.connected", rail=self.label, gids=str(gids or ""), fences_max=fences_max, **attributes.to_json())
 
     def note_failure(self, error: KvxferError, *, is_of_path: bool) -> None:
         """It broke; one that is the path's fault rests a while."""
@@ -185,6 +190,7 @@ class Rail:
             "local_gid": str(self.gids.local) if self.gids else "",
             "remote_gid": str(self.gids.remote) if self.gids else "",
             "attributes": self.attributes.to_json() if self.attributes else {},
+            "fences_max": self.queue.fences.limit if self.queue is not None else 0,
             "attempts": [str(attempt) for attempt in self.attempts],
             "trouble": self.trouble,
             "link": str(self.remote.link_layer),

@@ -958,11 +958,11 @@ def test_a_notification_comes_after_all_bytes_and_once(held: FakeHosts) -> None:
     pair = open_pair(held)
     batch = submit(pair, nbytes=64, count=10, notify=b"there")
     thread, caught = wait_in_thread(batch)
-    for _ in range(9):
+    for _ in range(10):
         until(held.fabric.step)
         assert pair.b.notifications() == []
 
-    held.fabric.run()
+    until(held.fabric.step)  # the fence behind them
     thread.join(2.0)
 
     assert not caught
