@@ -94,6 +94,10 @@ class Registry:
                     remedy="Wait for that call.",
                     region_id=region.region_id,
                 )
+            if region.region_id not in self._retired:
+                if not self._table.retire(region.region_id):
+                    return
+                self._retired.add(region.region_id)
             self._unregistering.add(region.region_id)
         try:
             self._unregister(region)
@@ -119,10 +123,6 @@ class Registry:
                 raise
 
     def _unregister(self, region: Region) -> None:
-        if region.region_id not in self._retired:
-            if not self._table.retire(region.region_id):
-                return
-            self._retired.add(region.region_id)
         deadline = time.monotonic() + self._config.unregister_timeout_s
         holders = self._take_back(region, deadline)
         if not self._table.wait_idle(region, max(0.0, deadline - time.monotonic())):

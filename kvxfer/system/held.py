@@ -12,13 +12,14 @@ Addresses are taken on trust, as in `calls.py`.
 from __future__ import annotations
 
 import ctypes
+import select
 from typing import Any
 
 import numpy as np
 
-from kvxfer.types import AddressColumn
+from kvxfer.types import IOVEC_DTYPE, AddressColumn, Opcode
 
-__all__ = ["RowCopy", "memmove"]
+__all__ = ["ProcessVmRow", "Readable", "RowCopy", "memmove"]
 
 
 class _PyBuffer(ctypes.Structure):
@@ -39,15 +40,55 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-_libc = ctypes.PyDLL(None)
+_libc = ctypes.PyDLL(None, use_errno=True)
 memmove: Any = _libc.memmove
 """memmove(destination, source, nbytes) on plain integers."""
 memmove.argtypes, memmove.restype = (ctypes.c_size_t,) * 3, None
+_process_vm: dict[Opcode, Any] = {Opcode.READ: _libc.process_vm_readv, Opcode.WRITE: _libc.process_vm_writev}
+for _call in _process_vm.values():
+    _call.restype = ctypes.c_ssize_t
+_poll: Any = _libc.poll
 
 _view_of: Any = ctypes.pythonapi.PyMemoryView_FromBuffer
 _view_of.argtypes, _view_of.restype = (ctypes.POINTER(_PyBuffer),), ctypes.py_object
 _copy: Any = ctypes.pythonapi.PyObject_CopyData
 _copy.argtypes, _copy.restype = (ctypes.py_object, ctypes.py_object), ctypes.c_int
+
+
+class _PollFd(ctypes.Structure):
+    """struct pollfd, poll(2)."""
+
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class Readable:
+    """Whether a descriptor is readable: a pidfd is where its process has ended."""
+
+    __slots__ = ("_poll_fd", "_reference")
+
+    def __init__(self, fd: int) -> None:
+        self._poll_fd = _PollFd(fd, select.POLLIN, 0)
+        self._reference = ctypes.byref(self._poll_fd)
+
+    def __call__(self) -> bool:
+        return bool(_poll(self._reference, 1, 0))
+
+
+class ProcessVmRow:
+    """One row at a time by process_vm_readv(2) and process_vm_writev(2). Not for two threads at once."""
+
+    __slots__ = ("_here", "_iovecs", "_there")
+
+    def __init__(self) -> None:
+        self._iovecs = np.zeros(2, IOVEC_DTYPE)
+        address = self._iovecs.__array_interface__["data"][0]
+        self._here, self._there = ctypes.c_void_p(address), ctypes.c_void_p(address + IOVEC_DTYPE.itemsize)
+
+    def copy(self, opcode: Opcode, pid: int, local: int, remote: int, nbytes: int) -> int:
+        """Copy one row: the bytes copied, or -errno."""
+        self._iovecs[0], self._iovecs[1] = (local, nbytes), (remote, nbytes)
+        done: int = _process_vm[opcode](pid, self._here, 1, self._there, 1, 0)
+        return done if done >= 0 else -ctypes.get_errno()
 
 
 class RowCopy:

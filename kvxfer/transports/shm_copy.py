@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,8 +26,8 @@ from kvxfer.limits import is_shortage
 from kvxfer.memory.columns import bounds
 from kvxfer.system.abi import ffi
 from kvxfer.system.calls import process_vm_read, process_vm_write
-from kvxfer.system.held import RowCopy, memmove
-from kvxfer.system.iovec import address_of
+from kvxfer.system.held import ProcessVmRow, Readable, RowCopy, memmove
+from kvxfer.system.iovec import IOV_MAX, address_of
 from kvxfer.transports.base import Transfer
 from kvxfer.types import IOVEC_DTYPE, AddressColumn, Opcode
 
@@ -38,7 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["CopyJob", "MappedCopy", "ProcessIdentity", "ProcessVmCopy"]
 
 WINDOW_NBYTES = 2 << 20
-"""What is copied between two looks at the clock: about 0.2 ms. It is also the longest piece of one row."""
+"""What is copied between two looks at the clock: about 0.2 ms."""
+KERNEL_WINDOW_NBYTES = 16 << 20
+"""The same, at most, where the kernel copies: between two windows the GIL may have to be waited for."""
+KERNEL_WINDOWS = 8
+"""How many windows a batch is cut into at least, as far as they are not below `WINDOW_NBYTES`: threads share them."""
 ROWS_MIN = 8
 """Fewer rows than this are not worth the making of a call for many."""
 SORTED_NBYTES = 16 << 10
@@ -54,25 +57,29 @@ class CopyJob(ABC):
     slices: for each row, its place among the slices of the transfer.
     """
 
-    window_rows_max: ClassVar[int] = 1 << 30
+    _rows_max: ClassVar[int] = 1 << 30
 
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
     ) -> None:
         least, greatest = bounds(nbytes)
-        if greatest > WINDOW_NBYTES:
-            destination, source, nbytes, slices = _cut_pieces(destination, source, nbytes, slices)
+        self._nbytes_total = greatest * len(nbytes) if least == greatest else int(nbytes.sum())
+        window_nbytes = self._window_nbytes()
+        if greatest > window_nbytes:
+            destination, source, nbytes, slices = _cut_pieces(destination, source, nbytes, slices, window_nbytes)
         self._destination, self._source, self._nbytes, self._slices = destination, source, nbytes, slices
-        rows_max = self.window_rows_max
         self._windows = (
-            _cut_equal_windows(len(nbytes), greatest, min(rows_max, WINDOW_NBYTES // greatest))
-            if least == greatest <= WINDOW_NBYTES
-            else _cut_windows(nbytes, rows_max)
+            _cut_equal_windows(len(nbytes), greatest, min(self._rows_max, window_nbytes // greatest))
+            if least == greatest <= window_nbytes
+            else _cut_windows(nbytes, window_nbytes, self._rows_max)
         )
         """What is still to be copied, last first: (first piece, one past the last, bytes). list.pop is atomic, so
         several threads may take from it."""
         self._done: list[tuple[int, int, int]] = []
-        self._nbytes_total = sum([nbytes for _, _, nbytes in self._windows])
+
+    def _window_nbytes(self) -> int:
+        """How much is copied between two looks at the clock, at most; no piece of a row is longer."""
+        return WINDOW_NBYTES
 
     @property
     def nbytes_done(self) -> int:
@@ -154,17 +161,17 @@ class ProcessIdentity:
         self.label = label
         self._token = token
         self._seen = bytearray(len(token))
-        self._token_row = ffi.new("struct iovec[]", [(address_of(self._seen), len(token)), (address, len(token))])
-        self._row = ffi.new("struct iovec[2]")
-        self._row_here, self._row_there = self._row
+        self._token_address = address
+        self._seen_address = address_of(self._seen)
+        self._row = ProcessVmRow()
         self._lock = threading.Lock()
         self._token_until = 0.0
         self._pidfd = -1
-        self._ended = select.poll()
+        self._has_ended: Callable[[], bool] = bool
         if pid:
             try:
                 self._pidfd = os.pidfd_open(pid)
-                self._ended.register(self._pidfd, select.POLLIN)
+                self._has_ended = Readable(self._pidfd)
             except OSError as exc:
                 if is_shortage(exc.errno):
                     raise
@@ -180,10 +187,7 @@ class ProcessIdentity:
         with self._lock:
             if self._check():
                 return False
-            self._row_here.base, self._row_here.nbytes = local, nbytes
-            self._row_there.base, self._row_there.nbytes = remote, nbytes
-            call = process_vm_write if opcode is Opcode.WRITE else process_vm_read
-            return call(self.pid, self._row, self._row + 1, 1) == nbytes
+            return self._row.copy(opcode, self.pid, local, remote, nbytes) == nbytes
 
     def close(self) -> None:
         """Give up the pidfd; every later check fails."""
@@ -202,13 +206,13 @@ class ProcessIdentity:
 
     def _check(self) -> int:
         if self._pidfd >= 0:
-            if self._ended.poll(0):
+            if self._has_ended():
                 return errno.ESRCH
             now = time.monotonic()
             if now < self._token_until:
                 return 0
             self._token_until = now + TOKEN_FRESH_S
-        done = process_vm_read(self.pid, self._token_row, self._token_row + 1, 1)
+        done = self._row.copy(Opcode.READ, self.pid, self._seen_address, self._token_address, len(self._seen))
         if done == len(self._seen) and self._seen == self._token:
             return 0
         self._token_until = 0.0
@@ -221,7 +225,7 @@ class ProcessVmCopy(CopyJob):
     Several threads may take windows of one job: `helpers` run beside the caller where that pays.
     """
 
-    window_rows_max = 512
+    _rows_max = IOV_MAX
 
     def __init__(
         self,
@@ -249,6 +253,9 @@ class ProcessVmCopy(CopyJob):
         self._local_iovecs["nbytes"] = self._remote_iovecs["nbytes"] = self._nbytes
         self._local = ffi.from_buffer("struct iovec[]", self._local_iovecs)
         self._remote = ffi.from_buffer("struct iovec[]", self._remote_iovecs)
+
+    def _window_nbytes(self) -> int:
+        return min(max(WINDOW_NBYTES, self._nbytes_total // KERNEL_WINDOWS), KERNEL_WINDOW_NBYTES)
 
     def run(self, transfer: Transfer, until: float) -> None:
         helper: Future[None] | None = None
@@ -350,16 +357,20 @@ class _Turn:
 
 
 def _cut_pieces(
-    destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
+    destination: AddressColumn,
+    source: AddressColumn,
+    nbytes: AddressColumn,
+    slices: AddressColumn,
+    window_nbytes: int,
 ) -> tuple[AddressColumn, AddressColumn, AddressColumn, AddressColumn]:
     """Cut rows longer than a window, so that no copy is longer than one."""
-    counts = -(-nbytes // WINDOW_NBYTES)
+    counts = -(-nbytes // window_nbytes)
     row = np.repeat(np.arange(len(nbytes)), counts)
-    offset = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * WINDOW_NBYTES
+    offset = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * window_nbytes
     return (
         destination[row] + offset,
         source[row] + offset,
-        np.minimum(nbytes[row] - offset, WINDOW_NBYTES),
+        np.minimum(nbytes[row] - offset, window_nbytes),
         slices[row],
     )
 
@@ -370,13 +381,13 @@ def _cut_equal_windows(count: int, nbytes: int, rows: int) -> list[tuple[int, in
     return [(start, min(start + rows, count), (min(start + rows, count) - start) * nbytes) for start in starts]
 
 
-def _cut_windows(nbytes: AddressColumn, rows_max: int) -> list[tuple[int, int, int]]:
+def _cut_windows(nbytes: AddressColumn, window_nbytes: int, rows_max: int) -> list[tuple[int, int, int]]:
     """Cut pieces into windows, last first: (first piece, one past the last, bytes)."""
     ends = np.cumsum(nbytes)
     windows: list[tuple[int, int, int]] = []
     start, before = 0, 0
     while start < len(nbytes):
-        stop = max(int(ends.searchsorted(before + WINDOW_NBYTES, "right")), start + 1)
+        stop = max(int(ends.searchsorted(before + window_nbytes, "right")), start + 1)
         stop = min(stop, start + rows_max)
         end = int(ends[stop - 1])
         windows.append((start, stop, end - before))

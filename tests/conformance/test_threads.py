@@ -15,6 +15,7 @@ import pytest
 
 from kvxfer import KvxferError, NotRegisteredError, RegionOverlapError, RemoteAccessError, TransferEngine
 from tests.conformance.conftest import Link
+from tests.support.gil import gives_up_gil
 from tests.support.peer import Peer, pattern
 
 THREADS = 16
@@ -105,11 +106,10 @@ def test_threads_that_open_an_absent_peer_get_one_error() -> None:
                 engine.open_segment(address)
             errors.append(caught.value)
 
-        start = time.monotonic()
         run_threads(work)
 
         assert len(errors) == THREADS
-        assert time.monotonic() - start < 3.0
+        assert len({error.values["elapsed_s"] for error in errors}) == 1, "there was more than one attempt"
 
 
 def test_threads_that_register_overlapping_ranges_let_one_through(link: Link) -> None:  # B81
@@ -126,7 +126,8 @@ def test_threads_that_register_overlapping_ranges_let_one_through(link: Link) ->
         link.engine.unregister(won.pop())
 
 
-def test_threads_that_register_the_equal_range_are_counted(link: Link) -> None:  # B80, B81
+@pytest.mark.parametrize("attempt", range(8))
+def test_threads_that_register_the_equal_range_are_counted(link: Link, attempt: int) -> None:  # B80, B81
     memory = np.zeros(BLOCK, np.uint8)
     regions: list[Any] = []
 
@@ -242,3 +243,21 @@ def test_region_registered_and_taken_back_all_the_time_is_moved_whole_or_not(own
     assert changed_late == 0
     assert used > 0
     assert moved > 0
+
+
+@pytest.mark.parametrize("medium", ["shm", "shm-any"])
+def test_a_short_copy_does_not_wait_for_a_thread_that_computes(medium: str) -> None:
+    """Whoever gives up the GIL to one waits for it for a switch interval: 5 ms by default, for a copy of 5 us."""
+    link = Link(medium)
+    try:
+        here, there = link.here(BLOCK), link.there(BLOCK)
+
+        def copy() -> None:
+            for _ in range(100):
+                link.engine.write(link.segment, here.address, there.address, BLOCK)
+                link.engine.read(link.segment, here.address, there.address, BLOCK)
+
+        copy()
+        assert not gives_up_gil(copy)
+    finally:
+        link.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvxfer.transports import shm_copy
 from kvxfer.transports.shm_copy import MappedCopy
+from tests.support.gil import gives_up_gil
 
 SLOT_NBYTES = 64
 SLOTS = 40
@@ -78,26 +77,6 @@ def test_another_thread_gets_the_gil_between_windows_only(nbytes: list[int]) -> 
         np.array(nbytes),
         np.arange(len(nbytes)),
     )
-    ready, go, has_run = threading.Event(), threading.Lock(), []
-
-    def compute() -> None:
-        ready.set()
-        with go:
-            has_run.append(True)
-
-    go.acquire()
-    thread = threading.Thread(target=compute)
-    thread.start()
-    ready.wait()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    try:
-        go.release()
-        job.run(SimpleNamespace(stop=None), math.inf)  # type: ignore[arg-type]
-        ran_meanwhile = bool(has_run)
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
-    assert not ran_meanwhile
+    assert not gives_up_gil(lambda: job.run(SimpleNamespace(stop=None), math.inf))  # type: ignore[arg-type]
     assert job.is_done
     assert destination.all()
