@@ -129,16 +129,14 @@ def test_cancelled_task_ends_the_batch(own_link: Link) -> None:
         batch.wait()
 
 
+@pytest.mark.timeout(25)  # below the 30 s that a batch has otherwise
 def test_deadline_of_submit_holds_for_wait(own_link: Link) -> None:
     link = own_link
-    start = time.monotonic()
     batch, _, _ = submit_large(link, notify=b"x", timeout_s=0.5)
     with link.stalled():
-        with pytest.raises(TransferTimeoutError, match=r"0\.[5-9]\d* s|1\.\d* s") as caught:
+        with pytest.raises(TransferTimeoutError, match=r"limit 0\.5 s") as caught:
             batch.wait()
-        elapsed_s = time.monotonic() - start
 
-        assert 0.1 <= elapsed_s < 3.0
         assert caught.value.peer == link.peer.address
         assert caught.value.retryable
         assert batch.exception is caught.value
@@ -250,11 +248,9 @@ def test_cancel_from_another_thread_wakes_who_waits(own_link: Link) -> None:
         thread = threading.Thread(target=wait)
         thread.start()
         time.sleep(0.1)
-        start = time.monotonic()
         batch.cancel()
         thread.join()
 
-        assert time.monotonic() - start < 2.0
         assert isinstance(failed[0], TransferCancelledError)
 
 
@@ -428,16 +424,14 @@ def test_wait_all_of_nothing() -> None:
 # Found by this suite: what a peer hands over late is not taken for the answer to the next question.
 
 
+@pytest.mark.timeout(25)  # below the 30 s that a batch has otherwise
 def test_memory_that_was_handed_over_too_late_is_not_taken_for_other_memory() -> None:
     with Peer(transports=("shm",)) as peer, TransferEngine(transports=("shm",)) as engine:
         first, second, here = peer.allocate(65536), peer.allocate(65536), engine.allocate(65536)
         segment = engine.open_segment(peer.address)
         here.array[:] = 1
-        with peer.stopped():
-            start = time.monotonic()
-            with pytest.raises(TransferTimeoutError):
-                engine.write(segment, here.address, first.address, 65536, timeout_s=0.2)
-            assert time.monotonic() - start < 2.0
+        with peer.stopped(), pytest.raises(TransferTimeoutError, match=r"limit 0\.2 s"):
+            engine.write(segment, here.address, first.address, 65536, timeout_s=0.2)
 
         engine.write(segment, here.address, second.address, 65536)
 

@@ -200,14 +200,11 @@ def test_receiver_that_was_stopped_finds_what_came_meanwhile() -> None:  # B168
 
 def test_waiting_receiver_is_woken(link: Link) -> None:
     here, there = link.here(64), link.there(64)
-    link.peer.begin("run", "start = time.monotonic(); seen = engine.notifications(30.0); "
-                    "result = [one.payload for one in seen], time.monotonic() - start", {})  # fmt: skip
+    link.peer.begin("run", "result = [one.payload for one in engine.notifications(600.0)]", {})
 
     link.engine.write(link.segment, here.address, there.address, 64, notify=b"wake")
 
-    payloads, elapsed_s = link.peer.finish()
-    assert payloads == [b"wake"]
-    assert elapsed_s < 5.0
+    assert link.peer.finish() == [b"wake"]
 
 
 def test_waiting_receiver_is_woken_by_close() -> None:
