@@ -29,11 +29,10 @@ def test_killed_peer_is_told_at_once_and_by_its_error(pair: Pair) -> None:
     assert pair.run(ONE_WRITE) == 0
     pair.target.kill()
 
-    begun = time.monotonic()
     codes = [pair.run(ONE_WRITE) for _ in range(3)]
 
-    assert time.monotonic() - begun < 2.0
     assert all(code < 0 for code in codes)
+    assert -2 not in codes, "it was waited for"
     assert codes[-1] == -102
     assert pair.run(LAST_ERROR) == "PeerUnreachableError"
     assert pair.initiator.log().count("mooncake.call_failed") == 3
@@ -61,14 +60,14 @@ def test_stopped_peer_fails_a_transfer_after_the_timeout_and_nothing_comes_late(
     with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp", MC_TRANSFER_TIMEOUT="1")) as pair:
         assert pair.run(ONE_WRITE) == 0
         with pair.target.stopped():
-            code, elapsed_s = pair.run(
-                "poke(A, b'1' * N); t = time.monotonic(); result = (E.transfer_sync_write(S, A, B, N), "
-                "time.monotonic() - t); poke(A, b'7' * N)",
+            code, told = pair.run(
+                "poke(A, b'1' * N); result = (E.transfer_sync_write(S, A, B, N), str(m.last_error())); "
+                "poke(A, b'7' * N)",
                 N=NBYTES,
             )
 
         assert code == -2
-        assert 4.9 < elapsed_s < 6.5  # Mooncake's least is 5 s
+        assert "(limit 5 s, " in told  # Mooncake's least
         time.sleep(0.3)
         assert b"7" not in bytes.fromhex(pair.target.run("peek(A, N)", N=NBYTES)["bytes"])
         assert pair.run(ONE_WRITE) == 0, pair.initiator.log()
@@ -79,12 +78,10 @@ def test_own_transfer_timeout_wins_and_has_no_floor() -> None:
     with contextlib.closing(Pair(**own, MC_TRANSFER_TIMEOUT="60")) as pair:
         assert pair.run(ONE_WRITE) == 0
         with pair.target.stopped():
-            code, elapsed_s = pair.run(
-                "t = time.monotonic(); result = (E.transfer_sync_write(S, A, B, N), time.monotonic() - t)", N=NBYTES
-            )
+            code, told = pair.run("result = (E.transfer_sync_write(S, A, B, N), str(m.last_error()))", N=NBYTES)
 
     assert code == -2
-    assert elapsed_s < 4.0
+    assert "(limit 0.501 s, " in told  # and 1 ns for each byte
 
 
 def test_peer_that_holds_the_gil_longer_than_a_native_engine_waits_is_not_given_up(tmp_path: Path) -> None:
@@ -127,14 +124,11 @@ def test_memory_that_was_freed_before_it_was_unregistered_is_told_at_its_owner()
         assert all(hex(freed) in line and "127.0.0.1" in line for line in told)
 
 
-def test_probe_of_a_stopped_peer_answers_within_two_seconds(pair: Pair) -> None:
+def test_probe_of_a_stopped_peer_is_given_up(pair: Pair) -> None:
     with pair.target.stopped():
-        begun = time.monotonic()
         code = pair.run("E.send_probe(S)")
-        elapsed_s = time.monotonic() - begun
 
     assert code == -102
-    assert elapsed_s < 2.5
     assert pair.run("E.send_probe(S)") == 0
 
 
@@ -208,20 +202,20 @@ def test_many_asynchronous_batches_are_waited_for_at_once(pair: Pair) -> None:
     assert found == [500, True, 0, -1]
 
 
-def test_interrupt_ends_a_call_within_a_moment() -> None:
-    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp")) as pair:
+def test_interrupt_ends_a_call() -> None:
+    """Without one it would take ten minutes."""
+    with contextlib.closing(Pair(KVXFER_TRANSPORTS="tcp", MC_TRANSFER_TIMEOUT="600")) as pair:
         assert pair.run(ONE_WRITE) == 0
         with pair.target.stopped():
             pair.initiator.begin(
-                "t = time.monotonic()\ntry:\n    E.transfer_sync_write(S, A, B, N)\n"
-                "except KeyboardInterrupt:\n    result = time.monotonic() - t",
+                "try:\n    result = E.transfer_sync_write(S, A, B, N)\n"
+                "except KeyboardInterrupt:\n    result = 'interrupted'",
                 N=NBYTES,
             )
             time.sleep(0.5)
             pair.initiator.process.send_signal(signal.SIGINT)
-            elapsed_s = pair.initiator.finish()
+            assert pair.initiator.finish() == "interrupted"
 
-        assert elapsed_s < 1.0
         assert pair.run(ONE_WRITE) == 0
 
 

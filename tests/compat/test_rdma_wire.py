@@ -6,7 +6,6 @@ import dataclasses
 import ipaddress
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,14 +126,12 @@ def test_peer_with_tcp_alone_is_refused_where_tcp_is_not_wanted(hosts: FakeHosts
 
 
 def test_name_of_nobody_is_told_at_once(hosts: FakeHosts) -> None:
-    a = hosts.engine("a")
+    a = hosts.engine("a", connect_timeout_s=600.0, handshake_timeout_s=600.0)
     targets = Targets(a, a.address, Directory(), BufferPool(a, Rights.NONE))
-    begun = time.monotonic()
 
-    with pytest.raises(kvxfer.PeerUnreachableError):
+    with pytest.raises(kvxfer.PeerUnreachableError, match="refused"):
         targets.find("127.0.0.1:1")
 
-    assert time.monotonic() - begun < 1.0
     targets.close()
 
 

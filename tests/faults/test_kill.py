@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvxfer import TransferEngine
-from kvxfer.errors import KvxferError, PeerError, PeerUnreachableError, TransferError
+from kvxfer.errors import KvxferError, PeerError, PeerUnreachableError, TransferError, TransferTimeoutError
 from tests.support.fault_peer import Counts, RawClient, count, data_connections, sessions, wait_not_grown, write_request
 from tests.support.peer import Peer, pattern, wait_until
 
@@ -64,13 +64,12 @@ def kill_serving_side(medium: str, rounds: int) -> None:
                 rows = np.full(ROWS, here.address), np.full(ROWS, there.address)
                 batch = submit(segment, *rows, NBYTES, timeout_s=DEADLINE_S)
                 killer = threading.Timer(rng.uniform(0.0, 0.03), peer.kill)
-                started = time.monotonic()
                 killer.start()
-                with pytest.raises((PeerError, TransferError)):  # noqa: PT012  until it fails
+                with pytest.raises((PeerError, TransferError)) as caught:  # noqa: PT012  until it fails
                     while True:
                         batch.wait()
                         batch = submit(segment, *rows, NBYTES, timeout_s=DEADLINE_S)
-                assert time.monotonic() - started < DEADLINE_S, f"round {number}"
+                assert not isinstance(caught.value, TransferTimeoutError), f"round {number}"
                 killer.join()
             del segment, batch
             if number == WARM_ROUNDS - 1:
@@ -187,16 +186,12 @@ def test_unregister_gets_memory_back_from_a_client_that_fell_silent_in_a_write()
 
 def test_a_new_transfer_to_a_stopped_peer_ends_by_its_deadline() -> None:
     """No stream is open yet, so one has to be dialled: that must not take longer than the batch may."""
-    with TransferEngine(transports=("tcp",)) as engine, Peer(transports=("tcp",)) as peer:
+    settings: dict[str, Any] = {"transports": ("tcp",), "connect_timeout_s": 600.0, "transfer_timeout_s": 600.0}
+    with TransferEngine(**settings) as engine, Peer(transports=("tcp",)) as peer:
         here, there = engine.register(np.zeros(64, np.uint8)), peer.register(64)
         segment = engine.open_segment(peer.address)
-        with peer.stopped():
-            started = time.monotonic()
-            with pytest.raises((TransferError, PeerUnreachableError)):
-                engine.write(segment, here.address, there.address, 64, timeout_s=0.3)
-            elapsed_s = time.monotonic() - started
-
-        assert elapsed_s < 3.0  # connect_timeout_s is 5
+        with peer.stopped(), pytest.raises((TransferError, PeerUnreachableError)):
+            engine.write(segment, here.address, there.address, 64, timeout_s=0.3)
         engine.write(segment, here.address, there.address, 64)
 
 

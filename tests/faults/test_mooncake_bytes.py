@@ -422,13 +422,12 @@ def test_a_silent_connection_between_two_requests_is_kept(served: Served) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(15)  # if each was waited for until it is dropped, it would take longer
 def test_silent_and_half_open_connections_hold_up_nobody(served: Served) -> None:
     held = [served.data() for _ in range(200)]
     for at, connection in enumerate(held):
         connection.sendall(Header(Opcode.WRITE, served.address, 4096, True).pack()[: at % 24])
-    begun = time.monotonic()
     served.check()
-    assert time.monotonic() - begun < 1.0
     wait_until(lambda: served.service._data.connection_count <= 200 // 24 + 1)  # the half headers are dropped
     for connection in held:
         connection.close()

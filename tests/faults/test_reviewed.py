@@ -415,7 +415,7 @@ def test_poll_does_not_block_while_the_session_for_a_notification_is_lost() -> N
     serve = respond(response(0, 1, 4096), payload, then=respond(response(0, 2, 4096), payload))
     with (
         FakePeer(hello=hello, data=serve) as fake,
-        TransferEngine(transports=("tcp",), handshake_timeout_s=3.0) as engine,
+        TransferEngine(transports=("tcp",), handshake_timeout_s=600.0) as engine,  # a poll that waited would hang
     ):
         here = engine.register(np.zeros(4096, np.uint8))
         segment = engine.open_segment(fake.address)
@@ -423,18 +423,15 @@ def test_poll_does_not_block_while_the_session_for_a_notification_is_lost() -> N
         batch = engine.submit_read(segment, here.address, FAKE_ADDRESS, 4096, notify=b"read", timeout_s=30.0)
         is_stopped.set()
         segment._connection.session().reset(PeerClosedError("cut by the test"))
-        longest_s, polls_in_place, until = 0.0, 0, time.monotonic() + 5.0
+        polls_in_place, until = 0, time.monotonic() + 5.0
         while not batch.is_done and polls_in_place < 50 and time.monotonic() < until:
-            started = time.monotonic()
             batch.poll()
-            longest_s = max(longest_s, time.monotonic() - started)
             polls_in_place += batch.nbytes_done == 4096
             time.sleep(0.002)
         is_read = batch.nbytes_done == 4096
         goes_on.set()
         batch.cancel()
 
-        assert longest_s < 1.0
         assert is_read
 
 

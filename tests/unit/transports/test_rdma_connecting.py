@@ -485,12 +485,10 @@ def test_a_neighbour_that_never_answers_names_both_ends_and_the_port(hosts: Fake
     hosts.fabric.set_path(source, "b/erdma_0" if source[0] == "a" else "a/erdma_0", both_ways=False, rtr_errno=110)
     here, there = erdma(address=A, ndev="ens1"), erdma(address=B, ndev="ens2")
     pair = hosts.pair(here, there, connect_timeout_s=0.5)
-    before = time.monotonic()
 
     with pytest.raises(TransportUnavailableError) as caught:
         pair.open()
 
-    assert 0.2 < time.monotonic() - before < 2.0
     told = str(caught.value)
     for word in (A, B, "4791", "ETIMEDOUT", "RTR"):
         assert word in told, told
@@ -516,12 +514,10 @@ def test_a_try_without_time_does_not_hide_what_the_one_before_found_out(hosts: F
 def test_another_pair_of_gids_is_tried_where_one_does_not_resolve(hosts: FakeHosts) -> None:
     """The IPv4 rows do not reach each other, the others do: one try is lost, no time."""
     hosts.fabric.rules.append(_only_link_local)
-    pair = hosts.pair(connectx(address=A), connectx(address=B))
-    before = time.monotonic()
+    pair = hosts.pair(connectx(address=A), connectx(address=B), connect_timeout_s=600.0, handshake_timeout_s=600.0)
 
     pair.open()
 
-    assert time.monotonic() - before < 1.0
     assert pair.rails[0]["gids"].startswith("fe80")
     check_connected(pair)
 

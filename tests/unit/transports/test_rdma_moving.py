@@ -411,16 +411,13 @@ def test_a_short_batch_does_not_wait_for_a_long_one_before_it(held: FakeHosts) -
 
 
 def test_who_sleeps_is_woken_by_a_new_connection(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.TICK_S", 5.0)
+    monkeypatch.setattr("kvxfer.transports.rdma_endpoint.TICK_S", 60.0)
     hosts.fabric.delivery = "poll"
     pair = open_pair(hosts)
     batch = submit(pair)
     sender(pair).inject(Status.RETRY_EXC_ERR)
-    began = time.monotonic()
 
-    batch.wait(4.0)
-
-    assert time.monotonic() - began < 2.0
+    batch.wait(20.0)  # raises if it slept for a tick
 
 
 def test_connections_that_fail_are_not_tried_in_a_tight_loop(hosts: FakeHosts) -> None:
@@ -812,15 +809,14 @@ def test_a_cancel_does_not_wait_for_a_connection_that_is_being_made(hosts: FakeH
     pair = open_pair(hosts)
     batch = submit(pair)
     go_on = threading.Event()
-    hosts.libraries["b"].before["ibv_modify_qp"] = lambda: go_on.wait(5.0) and None
+    hosts.libraries["b"].before["ibv_modify_qp"] = lambda: go_on.wait(20.0) and None
     sender(pair).inject(Status.RETRY_EXC_ERR)
     thread, caught = wait_in_thread(batch)
     until(lambda: hosts.libraries["b"].running["ibv_modify_qp"] > 0)
-    began = time.monotonic()
 
     batch.cancel()
 
-    assert time.monotonic() - began < 0.5
+    assert hosts.libraries["b"].running["ibv_modify_qp"] > 0, "it was waited for"
     go_on.set()
     thread.join(2.0)
     assert isinstance(caught[0], TransferCancelledError)

@@ -103,7 +103,8 @@ def test_a_cross_pair_is_tried_once_at_most_where_its_own_fails(hosts: FakeHosts
     """B27: mlx_0 to mlx_0 is broken, mlx_1 to mlx_1 works."""
     hosts.fabric.separate_subnets()
     hosts.fabric.set_path("a/mlx_0", "b/mlx_0", rtr_errno=errno.ETIMEDOUT, is_lost=True)
-    pair = hosts.pair(rails(2, 1), rails(2, 2), nbytes=100 * 65536)
+    no_limit = {"connect_timeout_s": 600.0, "handshake_timeout_s": 600.0}  # the pair that is lost holds nothing up
+    pair = hosts.pair(rails(2, 1), rails(2, 2), nbytes=100 * 65536, **no_limit)
     tries: Counter[tuple[str, str]] = Counter()
     resolve = hosts.fabric.path
 
@@ -112,15 +113,12 @@ def test_a_cross_pair_is_tried_once_at_most_where_its_own_fails(hosts: FakeHosts
         return resolve(source, row, target, dgid)
 
     hosts.fabric.path = path  # type: ignore[method-assign]
-    began = time.monotonic()
 
     pair.open()
-    took_s = time.monotonic() - began
     tried = Counter(tries)
     for _ in range(3):
         pair.write(65536)
 
-    assert took_s < 0.2
     assert tried["mlx_0", "mlx_1"] <= 1
     assert tried["mlx_1", "mlx_0"] <= 1
     assert pair.connected == ["mlx_1:1 to mlx_1:1"]
@@ -244,7 +242,7 @@ def test_one_nic_here_and_four_there_work(hosts: FakeHosts) -> None:
 @pytest.fixture
 def set_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Speeds are as they are set: those of fakes say nothing."""
-    monkeypatch.setattr(SendQueue, "take_rate", lambda self: 0.0)
+    monkeypatch.setattr(SendQueue, "take_pace", lambda self: (0, 0.0))
 
     def set_rates(pair: Pair, *rates: float) -> None:
         for rail, rate in zip(pair.segment._transfers.endpoints[0]._rails, rates, strict=False):  # type: ignore[attr-defined]
@@ -452,14 +450,12 @@ def test_a_rail_more_that_does_not_come_does_not_hold_a_batch_up(
     monkeypatch.setattr("kvxfer.transports.rdma_mender.MORE_S", 0.1)
     pair = open_pair(hosts)
     go_on = threading.Event()
-    pair.libraries[1].before["ibv_modify_qp"] = lambda: go_on.wait(5.0) and None
-    began = time.monotonic()
+    pair.libraries[1].before["ibv_modify_qp"] = lambda: go_on.wait(20.0) and None
 
     pair.write(65536)
-    took_s = time.monotonic() - began
     pair.write(65536)
 
-    assert 0.04 < took_s < 0.5
+    assert pair.libraries[1].running["ibv_modify_qp"] > 0, "it was waited for"
     go_on.set()
     until(lambda: len(pair.queue_pairs()[1]) == len(pair.queue_pairs()[0]))
 
@@ -632,12 +628,9 @@ def test_a_port_that_stays_down_is_the_reason_of_the_error(hosts: FakeHosts) -> 
     pair = open_pair(hosts, 1, connect_timeout_s=0.1)
     pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
     until(lambda: nics(pair)[0].is_down)
-    began = time.monotonic()
 
     with pytest.raises((CompletionError, TransportUnavailableError), match="DOWN"):
-        whole(pair).wait(5.0)
-
-    assert time.monotonic() - began < 1.0
+        whole(pair).wait(20.0)
 
 
 def test_spare_rails_are_used_where_the_others_cannot(hosts: FakeHosts) -> None:
