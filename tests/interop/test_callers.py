@@ -32,7 +32,6 @@ PACKAGES = {  # fixed, so that a release of theirs does not fail our tests; rais
 DIFFERENT = {
     "rdma": "Mooncake goes over tcp without a word where there is no RDMA device",
     "ib_device": "SGLang itself: Mooncake needs MC_FORCE_TCP, with which SGLang leaves the device out",
-    "took_s": "a time",
     "dead": "a code that tells the reason, where Mooncake's is -1",
     "outside": "a code that tells the reason, where Mooncake's is -1",
     "asleep": "a code that tells the reason, where Mooncake's is -1",
@@ -92,7 +91,6 @@ def test_sglang() -> None:
     assert seen["dead"] is True
     assert seen["outside"] is True
     assert seen["after_failure"] == 0
-    assert seen["took_s"] < 5
     assert seen["register_again"] == "RuntimeError: Mooncake memory registration failed (ret=-7)"
     assert seen["deregister_again"] == "RuntimeError: Mooncake memory deregistration failed (ret=-3)"
 

@@ -10,7 +10,6 @@ only; a broken request was counted as done; slices that were posted and not done
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,7 +168,6 @@ class Run:
 )
 def test_whatever_breaks_each_batch_tells_the_truth(steps: list[tuple[Any, ...]]) -> None:
     fabric = FakeFabric(delivery="poll", seed=len(steps))
-    began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as root,
         mock.patch("kvxfer.transports.rdma_rail.PAUSE_S", 0.002),
@@ -191,4 +189,3 @@ def test_whatever_breaks_each_batch_tells_the_truth(steps: list[tuple[Any, ...]]
         for step in steps:
             run.do(step)
         run.finish()
-        assert time.monotonic() - began < END_S
