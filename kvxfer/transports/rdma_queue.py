@@ -33,9 +33,9 @@ __all__ = ["Fault", "SendQueue", "close_all"]
 
 SIGNAL_EVERY_MAX = 64
 """UCX's value: a completion costs about as much as posting a request, and slots come back by completions only."""
-RATE_NBYTES = 256 << 10
+PACE_NBYTES = 256 << 10
 """Less than this tells more of latency than of speed."""
-RATE_S = 1.0
+PACE_S = 1.0
 """How often the speed of a queue is taken that is never idle."""
 _WORK = {Opcode.WRITE: WorkOpcode.RDMA_WRITE, Opcode.READ: WorkOpcode.RDMA_READ}
 
@@ -229,15 +229,15 @@ class SendQueue:
             self._done = end
             spans.popleft()
 
-    def take_rate(self) -> float:
-        """Return how many bytes a second were done, once it is idle, or has been busy for a while; 0.0 before, and
-        where they were too few to tell."""
+    def take_pace(self) -> tuple[int, float]:
+        """Return how many bytes were done in how many seconds, once it is idle or has been busy for a while; 0 before,
+        and where they were too few to tell."""
         seconds = time.monotonic() - self.busy_since
-        if (self.outstanding and seconds < RATE_S) or seconds <= 0.0:
-            return 0.0
+        if self.outstanding and seconds < PACE_S:
+            return 0, 0.0
         nbytes, self._busy_nbytes = self._busy_nbytes, 0
         self.busy_since += seconds
-        return nbytes / seconds if nbytes >= RATE_NBYTES else 0.0
+        return nbytes if nbytes >= PACE_NBYTES else 0, seconds
 
     def _blame(self, rows: np.ndarray[tuple[int], np.dtype[np.void]], first: int) -> Fault:
         number = int(rows["wr_id"][first])

@@ -30,6 +30,8 @@ PAUSE_S, PAUSE_MAX_S = 0.1, 5.0
 REST_MAX_S = 300.0
 """The same where there are others, and nothing came through: each try costs a batch the time that it takes to find
 out, so that the rest is longer than all of those before together."""
+RATE_NBYTES = 16 << 20
+"""So many bytes count as much for the speed of a rail as all before them: the last rows of a batch tell little."""
 
 _GidKey = tuple[bytes, GidType, bytes, GidType]
 
@@ -119,9 +121,10 @@ class Rail:
         self._pause_s, self._rest_s = PAUSE_S, 0.0
         if self.gids is not None:
             self._silent_gids.pop(_key(self.gids), None)
-        rate = queue.take_rate()
-        if rate:
-            self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
+        nbytes, seconds = queue.take_pace()
+        if nbytes and seconds > 0.0:
+            weight = nbytes / (nbytes + RATE_NBYTES) if self.rate else 1.0
+            self.rate += weight * (nbytes / seconds - self.rate)
 
     def down_fault(self) -> Fault:
         """The fault of a queue whose port went down, or whose GID has moved."""

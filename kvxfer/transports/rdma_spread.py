@@ -87,8 +87,8 @@ class Spreader:
             if window_nbytes == 0:
                 break
             target = int(rest.ends[-1]) - nbytes_left + window_nbytes
-            count = int(rest.ends.searchsorted(target)) + 1 - rest.done
-            lanes.append(self._make(rest, rails[at], min(count, rest.count - rest.done)))
+            count = int(rest.ends.searchsorted(target, "right")) - rest.done
+            lanes.append(self._make(rest, rails[at], max(1, count)))
             loads[at] += lanes[-1].nbytes_left
         return lanes
 
@@ -142,4 +142,4 @@ def find_window(nbytes_left: int, rates: Sequence[float], loads: Sequence[int]) 
     at = min(range(len(rates)), key=lambda one: loads[one] / rates[one])
     lacks = rates[at] * (nbytes_left + sum(loads)) / sum(rates) - loads[at]
     window = max(lacks / 2, min(lacks, max(WINDOW_NBYTES, rates[at] * WINDOW_S)))
-    return at, 0 if loads[at] > 2 * window else max(1, int(window))
+    return at, 0 if loads[at] > 3 * window else max(1, int(window))
