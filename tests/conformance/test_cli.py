@@ -338,7 +338,7 @@ def test_mesh_of_engines_without_rdma_says_so_for_each_and_fails(serve: Serve, t
     done = run("mesh", str(file), "--json")
     text = run("mesh", str(file))
     other.stop()
-    _, out, _, _ = serve.stop()
+    _, out, _ = serve.stop()
 
     hosts = objects(done.stdout)
     assert (done.returncode, done.stderr) == (1, "")
