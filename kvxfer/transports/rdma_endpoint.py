@@ -67,7 +67,6 @@ class RdmaEndpoint(Endpoint):
         self._link = link
         self._config = config
         self._changed = threading.Condition(threading.Lock())
-        self._notices = Notices(link)
         self._spreader = Spreader(link.label)
         self._mender = Mender(
             self._rails,
@@ -79,6 +78,7 @@ class RdmaEndpoint(Endpoint):
             on_connected=self._take_into_use,
         )
         self._placement = Placement(self._rails, self._spreader, self._mender)
+        self._notices = Notices(link, self._mender.undropped)
         self._draining: list[list[Lane]] = []
         """The lanes of each queue that was stopped and may still touch memory."""
         self._waiters = Waiters(self._changed)

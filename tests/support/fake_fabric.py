@@ -76,6 +76,8 @@ class FakeFabric:
     delivery: "post" moves data and makes completions in ibv_post_send; "poll" in the next ibv_poll_cq of anybody;
     "manual" only in `step`, `deliver`, `complete` and `run`.
     moves_data: False skips the copy, for transfers larger than memory. trace: a list to be filled, or None.
+    hides_writes: what was written shows only when a completion of the same queue pair is polled at the peer, or when
+    the queue pair ends: as little as the specification promises.
     """
 
     def __init__(self, *, delivery: Delivery = "post", seed: int = 0) -> None:
@@ -83,6 +85,7 @@ class FakeFabric:
         self.delivery: Delivery = delivery
         self.rng = random.Random(seed)
         self.moves_data = True
+        self.hides_writes = False
         self.trace: list[Traced] | None = None
         self.libraries: list[LibraryBase] = []
         self.paths: dict[tuple[str, str], Path] = {}
@@ -375,7 +378,12 @@ class FakeFabric:
                 or not region.covers(request.remote, request.nbytes)
             ):
                 return self._refuse(peer, EventType.QP_ACCESS_ERR, Status.REM_ACCESS_ERR)
-            self._move(request)
+            if self.hides_writes and not request.is_read:
+                content = request.payload or b"".join(_bytes_at(*piece[:2]) for piece in request.pieces)
+                peer.hidden.append((request.remote, content))
+            else:
+                peer.show_writes()
+                self._move(request)
         if request.has_imm:
             peer.complete_receive(peer.receives.popleft(), SUCCESS, request, src_qp=qp.number)
         return SUCCESS
@@ -443,6 +451,11 @@ def _at(address: int, nbytes: int) -> Any:
 def _bytes_at(address: int, nbytes: int) -> bytes:
     found = _at(address, nbytes) if nbytes else None
     return bytes(nbytes) if found is None else bytes(ffi.buffer(found, nbytes))
+
+
+def copy_bytes(address: int, content: bytes) -> None:
+    """Write to memory, as a device does."""
+    _copy(address, ffi.from_buffer(content), len(content))
 
 
 def _copy(address: int, source: Any, nbytes: int) -> None:

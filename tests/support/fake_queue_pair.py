@@ -162,6 +162,8 @@ class FakeQueuePair(FakeObject):
         self.delivered: deque[SendRequest] = deque()
         """The data has moved, or the failure is known; the completion is not made yet."""
         self.receives: deque[ReceiveRequest] = deque()
+        self.hidden: list[tuple[int, bytes]] = []
+        """What the peer wrote and nobody here can see yet: (address, bytes); see FakeFabric.hides_writes."""
         self.injections: list[Injection] = []
         self.sent_count = 0
         self.received_count = 0
@@ -319,6 +321,7 @@ class FakeQueuePair(FakeObject):
     def destroy(self) -> None:
         """Take it out of everything; its requests vanish without a completion."""
         self._give_back_reads()
+        self.show_writes()
         self.queued.clear()
         self.delivered.clear()
         self.receives.clear()
@@ -337,6 +340,7 @@ class FakeQueuePair(FakeObject):
     def to_error(self) -> None:
         """Enter ERR: everything outstanding is flushed, unsignalled requests too."""
         self.state = ERR
+        self.show_writes()
         if not self.device.nic.flushes_on_error:
             return
         while self.delivered:
@@ -413,9 +417,17 @@ class FakeQueuePair(FakeObject):
         )
         self.recv_cq.put(entry, is_solicited=bool(request.flags & SendFlags.SOLICITED))
 
+    def show_writes(self) -> None:
+        """Let what was written be seen."""
+        from tests.support.fake_fabric import copy_bytes
+
+        while self.hidden:
+            copy_bytes(*self.hidden.pop(0))
+
     def polled(self, entry: Completion) -> None:
         """A completion was taken: the slots up to its request are free."""
         if entry.is_receive:
+            self.show_writes()
             self._recv_free = max(self._recv_free, entry.seq)
         else:
             self._send_free = max(self._send_free, entry.seq)

@@ -19,9 +19,10 @@ from kvxfer import TransferBatch, TransferEngine
 from kvxfer.errors import ClosedError, KvxferError, PeerClosedError, TransferError, TransferTimeoutError
 from kvxfer.handshake.frames import FrameKind
 from kvxfer.transports.rdma_fences import FenceCredits
+from kvxfer.transports.rdma_passive import PassiveEnd
 from kvxfer.transports.rdma_queue import SendQueue
 from kvxfer.transports.rdma_wire import ConnectReply
-from kvxfer.verbs.enums import CompletionStatus, WorkOpcode
+from kvxfer.verbs.enums import CompletionStatus, PortState, WorkOpcode
 from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
 from tests.support.fake_verbs import FakeFabric, connectx
 from tests.support.peer import wait_until
@@ -152,6 +153,21 @@ def test_the_frame_alone_is_no_notification(held: FakeHosts) -> None:
     assert counts(pair) == (1, 0)
 
 
+def test_a_fence_that_comes_before_its_completion_queue_is_armed(
+    held: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = open_pair(held)
+    arm = PassiveEnd.arm
+    monkeypatch.setattr(PassiveEnd, "arm", lambda self: bool(held.fabric.run()) and arm(self))
+    thread, caught = in_thread(submit(pair))
+    until(held.fabric.step)
+    thread.join(2.0)
+
+    assert not caught
+    assert payloads(pair, 0.0) == [b"there"]
+    assert counts(pair) == (1, 0)
+
+
 def test_a_fence_that_is_there_first_wakes_nobody(hosts: FakeHosts) -> None:
     pair = open_pair(hosts)
 
@@ -176,6 +192,22 @@ def test_a_batch_over_two_rails_has_a_fence_on_each(held: FakeHosts) -> None:
     assert not caught
     assert payloads(pair, 0.0) == [b"there"]
     assert counts(pair) == (1, 0)
+
+
+@pytest.mark.parametrize("fences_max", [64, 0])
+def test_bytes_that_nobody_is_promised_to_see_are_seen_behind_a_fence(hosts: FakeHosts, fences_max: int) -> None:
+    """The device shows what was written to who polls a completion of the same queue pair, and not before."""
+    pair = open_pair(hosts, rails=2, rdma_fences_max=fences_max)
+    hosts.fabric.hides_writes = True
+    are_seen = []
+    for _ in range(4):
+        pair.fill()
+        submit(pair, LARGE_NBYTES).wait()
+        assert payloads(pair) == [b"there"]
+        are_seen.append((pair.there == pair.here).all())
+    hosts.fabric.hides_writes = False
+
+    assert all(are_seen) if fences_max else not any(are_seen)
 
 
 def test_what_was_read_needs_no_fence(hosts: FakeHosts) -> None:
@@ -334,6 +366,39 @@ def test_one_of_two_rails_that_breaks_before_the_fence_has_come(held: FakeHosts)
     check_missed(pair, events, 2)
 
 
+def test_nobody_is_told_before_the_peer_has_dropped_what_carried_rows_and_broke(
+    held: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What went over it has no fence; that the peer has destroyed its end is the next best."""
+    pair = open_pair(held, rails=2)
+    mender = pair.segment._transfers.endpoints[0]._mender
+    hang_up, may_drop = mender.hang_up, threading.Event()
+
+    def wait_and_hang_up(number: int, deadline: float) -> None:
+        if may_drop.wait(5.0):
+            hang_up(number, deadline)
+
+    monkeypatch.setattr(mender, "hang_up", wait_and_hang_up)
+    batch = submit(pair, LARGE_NBYTES)
+    batch.poll()
+    first, second = pair.queue_pairs()[0]
+    while held.fabric.step(first):
+        batch.poll()
+    pair.libraries[0].set_port("mlx_0", 1, PortState.DOWN)
+    thread, caught = in_thread(batch)
+    until(lambda: not held.fabric.step(second) and pair.connected == ["mlx_1:1 to mlx_1:1"])
+
+    assert payloads(pair, 0.02) == []
+    may_drop.set()
+    held.fabric.delivery = "post"
+    held.fabric.run()
+    thread.join(5.0)
+
+    assert not caught
+    assert payloads(pair) == [b"there"]
+    assert counts(pair) == (0, 1)
+
+
 def test_a_fence_that_the_device_refuses(hosts: FakeHosts) -> None:
     pair = open_pair(hosts)
     pair.libraries[0].fail("ibv_post_send", errno.EINVAL, nth=2)
@@ -382,7 +447,7 @@ def test_rows_that_went_over_a_connection_that_is_gone_have_no_fence(hosts: Fake
         pair.a.write(pair.segment, pair.local.address + rows, pair.remote.address + rows, 64, notify=b"there")
 
     check_missed(pair, events, 1)
-    assert fences(hosts) == 0
+    assert fences(hosts) == 1  # of the connection that carried the rest
 
 
 # What ends in between.
