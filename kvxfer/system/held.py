@@ -19,7 +19,7 @@ import numpy as np
 
 from kvxfer.types import IOVEC_DTYPE, AddressColumn, Opcode
 
-__all__ = ["ProcessVmRow", "Readable", "RowCopy", "memmove"]
+__all__ = ["ProcessVmRow", "Readable", "RowCopy", "current_cpu", "memmove"]
 
 
 class _PyBuffer(ctypes.Structure):
@@ -44,6 +44,8 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 memmove: Any = _libc.memmove
 """memmove(destination, source, nbytes) on plain integers."""
 memmove.argtypes, memmove.restype = (ctypes.c_size_t,) * 3, None
+current_cpu: Any = _libc.sched_getcpu
+"""sched_getcpu(3): the number of the CPU that runs this thread."""
 _process_vm: dict[Opcode, Any] = {Opcode.READ: _libc.process_vm_readv, Opcode.WRITE: _libc.process_vm_writev}
 for _call in _process_vm.values():
     _call.restype = ctypes.c_ssize_t

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,8 @@ from kvxfer.transports.base import Delivery, Endpoint, PeerLink, Transfer, Trans
 from kvxfer.transports.loop import Loop
 from kvxfer.transports.shm_copy import CopyJob, MappedCopy, ProcessIdentity, ProcessVmCopy
 from kvxfer.transports.shm_handover import HandoverClient, HandoverServer, SharedFile
+from kvxfer.transports.shm_helpers import CopyHelpers
 from kvxfer.types import AddressColumn, Opcode, Probe, RegionDescriptor, Rights
-
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["ShmEndpoint", "ShmTransport"]
 
@@ -59,11 +57,7 @@ class ShmTransport(Transport):
         self._memories: list[SharedMemory] = []
         self._server = HandoverServer(self._token, self._files.get)
         loop.call_soon(lambda: self._server.serve(loop))
-        self.helpers: ThreadPoolExecutor | None = None
-        if config.shm_copy_threads > 1:
-            from concurrent.futures import ThreadPoolExecutor
-
-            self.helpers = ThreadPoolExecutor(config.shm_copy_threads - 1, thread_name_prefix="kvxfer-copy")
+        self.helpers = CopyHelpers(config.shm_copy_threads - 1) if config.shm_copy_threads > 1 else None
 
     @classmethod
     def probe(cls, config: EngineConfig) -> Probe:
@@ -138,7 +132,7 @@ class ShmTransport(Transport):
     def close(self) -> None:
         self._loop.call_soon(self._server.close)
         if self.helpers is not None:
-            self.helpers.shutdown(wait=False, cancel_futures=True)
+            self.helpers.close()
 
 
 class ShmEndpoint(Endpoint):
@@ -153,7 +147,7 @@ class ShmEndpoint(Endpoint):
         card: Mapping[str, Any],
         link: PeerLink,
         deadline: float,
-        helpers: ThreadPoolExecutor | None,
+        helpers: CopyHelpers | None,
         generation: str,
     ) -> None:
         name, token, address = card.get("socket"), card.get("token"), card.get("token_address")

@@ -10,7 +10,6 @@ helps there (0.68 to 0.83); the mapped copy keeps the GIL (`kvxfer/system/held.p
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
@@ -29,10 +28,11 @@ from kvxfer.system.calls import process_vm_read, process_vm_write
 from kvxfer.system.held import ProcessVmRow, Readable, RowCopy, memmove
 from kvxfer.system.iovec import IOV_MAX, address_of
 from kvxfer.transports.base import Transfer
+from kvxfer.transports.shm_helpers import CopyHelpers, Turn
 from kvxfer.types import IOVEC_DTYPE, AddressColumn, Opcode
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
 
 __all__ = ["CopyJob", "MappedCopy", "ProcessIdentity", "ProcessVmCopy"]
 
@@ -235,7 +235,7 @@ class ProcessVmCopy(CopyJob):
         nbytes: AddressColumn,
         slices: AddressColumn,
         identity: ProcessIdentity,
-        helpers: ThreadPoolExecutor | None,
+        helpers: CopyHelpers | None,
     ) -> None:
         if opcode is Opcode.WRITE:
             super().__init__(remote, local, nbytes, slices)
@@ -259,12 +259,10 @@ class ProcessVmCopy(CopyJob):
 
     def run(self, transfer: Transfer, until: float) -> None:
         helper: Future[None] | None = None
-        turn = _Turn()
+        turn = Turn()
         left = self._nbytes_total - self.nbytes_done
         if self._helpers is not None and until > 0.0 and left >= PARALLEL_NBYTES:
-            # RuntimeError: the engine is being closed, or there are no more threads; then the call stays in the queue.
-            with contextlib.suppress(RuntimeError):
-                helper = self._helpers.submit(turn.take, lambda: self._copy_windows(transfer, until))
+            helper = self._helpers.submit(lambda: turn.take(lambda: self._copy_windows(transfer, until)))
         try:
             self._copy_windows(transfer, until)
         except BaseException as exc:  # Ctrl-C: the helper must not go on either
@@ -335,25 +333,6 @@ class ProcessVmCopy(CopyJob):
             errno=failure,
             slice_index=slice_index,
         )
-
-
-class _Turn:
-    """When a helper may copy: from its submit until `end`."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_over = False
-
-    def take(self, copy: Callable[[], None]) -> None:
-        """Call `copy`, unless the turn is over."""
-        with self._lock:
-            if not self._is_over:
-                copy()
-
-    def end(self) -> None:
-        """Wait for a copy that has begun; none begins any more."""
-        with self._lock:
-            self._is_over = True
 
 
 def _cut_pieces(
