@@ -114,6 +114,9 @@ class Lane:
 
     def take(self, count: int) -> tuple[AddressColumn, AddressColumn, AddressColumn, AddressColumn]:
         """Return local, remote, nbytes and rows of the next `count` slices, which are another lane's from now on."""
+        if count == self.count:
+            self.done = count
+            return self.local, self.remote, self.nbytes, self.rows
         part = slice(self.done, self.done + count)
         self.done += count
         return self.local[part], self.remote[part], self.nbytes[part], self.rows[part]

@@ -38,16 +38,18 @@ class Placement:
         self._spreader = spreader
         self._mender = mender
         self._has_far_rails = False
+        self._main_count = 0
         self.note_rails()
 
     def note_rails(self) -> None:
         """There are rails more."""
+        self._main_count = sum(not rail.is_spare for rail in self._rails)
         self._has_far_rails = len({rail.numa_nodes for rail in self._rails}) > 1
 
     def begin(self, transfer: Transfer) -> None:
         """Have rails take the batch; raises what is wrong with it."""
         work = transfer.work = Work()
-        lane = self._spreader.begin(transfer, sum(not rail.is_spare for rail in self._rails))
+        lane = self._spreader.begin(transfer, self._main_count)
         work.lanes.append(lane)
         self.waiting.append(lane)
         self.deal()

@@ -140,7 +140,7 @@ class SendQueue:
             lkey=lkey if isinstance(lkey, int) else lkey[at:end],
             remote_addr=lane.remote[at:end],
             rkey=rkey if isinstance(rkey, int) else rkey[at:end],
-            nbytes=lane.nbytes[at:end],
+            nbytes=lane.nbytes[at:end].astype(np.uint32),  # no message is longer: looking again costs more
             wr_id=self._posted + 1,
             signal_every=self._signal_every,
         )

@@ -101,7 +101,7 @@ class WorkRequestBatch:
         self._wr_id = words[:, 0]
         self._opcodes = words[:, _OPCODE_WORD]
         self._flags = words[:, _FLAGS_WORD]
-        self._columns: tuple[npt.NDArray[Any], ...] = (
+        columns: tuple[npt.NDArray[Any], ...] = (
             elements.view(np.int64).reshape(capacity, _SGE_NBYTES // 8)[:, 0],
             halves[:, _LKEY_HALF],
             words[:, _REMOTE_WORD],
@@ -119,8 +119,8 @@ class WorkRequestBatch:
         self._pattern: tuple[int, int, int] = (0, 0, 0)
         self._pattern_count = 0  # rows that hold the opcode and the flags of the pattern
         self._end_flags = 0  # of the last request, before it was marked
-        self._views_count = -1
-        self._views: tuple[npt.NDArray[Any], ...] = ()
+        self._whole = (*columns, self._rows, self._wr_id)  # what a long batch begins with, again and again
+        self._views, self._views_count = self._whole, capacity
 
     @property
     def requests(self) -> npt.NDArray[np.void]:
@@ -173,10 +173,13 @@ class WorkRequestBatch:
         for column in (lkey, rkey, nbytes):
             if getattr(column, "dtype", None) is not _UINT32:
                 _check_uint32(column)
-        if count != self._views_count:
-            self._views = tuple(column[:count] for column in (*self._columns, self._rows, self._wr_id))
-            self._views_count = count
-        local, local_key, remote, remote_key, length, rows, identities = self._views
+        if count == self.capacity:
+            views = self._whole
+        else:
+            if count != self._views_count:
+                self._views, self._views_count = tuple([column[:count] for column in self._whole]), count
+            views = self._views
+        local, local_key, remote, remote_key, length, rows, identities = views
         try:
             local[...] = local_addr
             local_key[...] = lkey
@@ -242,6 +245,8 @@ class WorkRequestBatch:
         if pattern != self._pattern:
             self._pattern, self._pattern_count = (int(opcode), every, int(flags)), 0
         start = self._pattern_count
+        if count <= start:
+            return
         self._opcodes[start:count] = _word(1, opcode)
         self._flags[start:count] = _word(flags, 0)
         if every > 0:
