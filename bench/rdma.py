@@ -55,6 +55,7 @@ MOONCAKE_ROWS_MAX = 1024
 ASKED_RAW = {4 << 10: 0.8, 64 << 10: 0.95, 1 << 20: 0.95}
 ASKED_BATCH = {"64KiBx1024": 0.9, "4KiBx16384": 0.75}
 ASKED_TWO_RAILS = 1.6
+IDLE_ASKED = 0.1
 FIRST_NBYTES = 64 << 10
 SIGNAL_EVERY = 32
 LATENCY_GROUP = 20
@@ -341,6 +342,8 @@ class EnginePair:
         self.segment = self.engine.open_segment(address)
         self.cpu_s_per_gib = 0.0
         """What both processes took for the last batch."""
+        self.idle = 1.0
+        """The part of the time of the last batch for which the CPUs of this machine were idle."""
 
     def batch(self, operation: str, size: int, count: int) -> float:
         """Return MiB/s of one batch of scattered blocks; raises where a byte is wrong."""
@@ -354,9 +357,10 @@ class EnginePair:
             self.pool[offset : offset + size] = data if operation == "write" else 0
         move = self.engine.write if operation == "write" else self.engine.read
         pids = (os.getpid(), self.child.pid)
-        cpu_before, started = cpu_time_s(*pids), time.perf_counter()
+        cpu_before, idle_before, started = cpu_time_s(*pids), idle_s(), time.perf_counter()
         move(self.segment, self.region.address + mine, self.remote + theirs, size)
         took = time.perf_counter() - started
+        self.idle = (idle_s() - idle_before) / took / (os.cpu_count() or 1)
         self.cpu_s_per_gib = (cpu_time_s(*pids) - cpu_before) * (1 << 30) / (count * size)
         if operation == "write":
             assert self.ask("check", theirs, size, data.tobytes())
@@ -393,9 +397,20 @@ def start_server(device: str, pool_nbytes: int = POOL_NBYTES) -> tuple[subproces
 
 
 def shaped_batch(pair: EnginePair, operation: str, devices: list[str], rate: str) -> float:
-    """Return MiB/s of a large batch while what leaves these devices is held to a rate."""
+    """Return MiB/s of a large batch while what leaves these devices is held to a rate; says so where the CPUs, and not
+    the wires, were the limit."""
     with shaped(devices, rate):
-        return pair.batch(operation, 1 << 20, 64)
+        value = pair.batch(operation, 1 << 20, 64)
+    if pair.idle < IDLE_ASKED:
+        print(
+            f"    only {pair.idle:.0%} of the CPUs idle: they are the limit, not the wires. Lower --rate.", flush=True
+        )
+    return value
+
+
+def idle_s() -> float:
+    """Return for how long the CPUs of this machine have been idle, all together."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=5)[4]) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -512,7 +527,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="bytes of one measurement (default: 64 MiB)")
     parser.add_argument("--second", help="devices of a second rail, as rxa1,rxb1: two rails beside one")
-    parser.add_argument("--rate", default="800mbit", help="what tc holds each wire to then (default: 800mbit)")
+    parser.add_argument("--rate", default="400mbit", help="what tc holds each wire to then (default: 400mbit)")
     parser.add_argument("--mooncake", action="store_true", help="compare with Mooncake as well (make peers)")
     parser.add_argument("--only", default="", metavar="WORDS", help="only what has these words in its name: first")
     arguments = parser.parse_args()
