@@ -319,7 +319,7 @@ class TransferEngine:
         """Return a segment of this engine; raises UsageError for anything else."""
         if not isinstance(segment, Segment):
             raise UsageError(
-                f"the segment is {show(segment)}.", remedy="Pass what open_segment returned, first of all."
+                f"the segment is {show(segment)}.", remedy="Pass as the first argument what open_segment returned."
             )
         if segment._opener is not self._segments:
             raise UsageError(

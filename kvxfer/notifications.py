@@ -159,7 +159,7 @@ def _gone(peer: _Peer) -> PeerClosedError:
     reason = peer.reason.message if peer.reason is not None else "its connections ended."
     ended = time.strftime("%H:%M:%S", time.localtime(peer.ended_at))
     return PeerClosedError(
-        f"{peer.address} (generation {peer.generation}) has gone at {ended}, {time.time() - peer.ended_at:.1f} s ago, "
+        f"{peer.address} (generation {peer.generation}) went away at {ended}, {time.time() - peer.ended_at:.1f} s ago, "
         f"and no notification of it is left: {reason}",
         remedy="What it had announced will not come: let go of what is kept for it. If it opens this engine again, its "
         "notifications come as before.",

@@ -74,7 +74,10 @@ class Segment:
         Raises NotRegisteredError where it has none of that name.
         """
         if not isinstance(name, str):
-            raise UsageError(f"{show(name)} is no name of a region.", remedy="Pass text, or a region's descriptor.")
+            raise UsageError(
+                f"{show(name)} is no name of a region.",
+                remedy="Pass the name that the peer gave it, or what segment.region returned for that name.",
+            )
         found = self._transfers.table.find_name(name)
         if found is None:
             self.refresh()

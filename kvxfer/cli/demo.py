@@ -33,9 +33,9 @@ LATENCY_COUNT = 1000
 LATENCY_WARM = 50
 REGISTERED = "shm (registered memory)"
 LEGEND = (
-    "GB/s are 10^9 bytes, figures are medians. Ratios are to memcpy: a loop of memory copies over the same blocks "
-    "inside one process, by one thread, in the same rounds. One can be above 1: two processes have the caches of two "
-    "cores, and other work on the machine may slow down the copy more than the transfer."
+    "Speeds are in GB/s (10^9 bytes), figures are medians. Ratios are to memcpy: a loop of memory copies over the same "
+    "blocks inside one process, by one thread, in the same rounds. One can be above 1: two processes have the caches "
+    "of two cores, and other work on the machine may slow down the copy more than the transfer."
 )
 LATENCY_LEGEND = (
     f"4 KiB p50 is one `write` of 4 KiB, its addresses given as plain ints: {LATENCY_COUNT:,} of them in a row. A call "

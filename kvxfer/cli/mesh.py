@@ -123,7 +123,8 @@ def read_lines(file: Path) -> dict[str, int]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, UnicodeDecodeError) as exc:
-        raise UsageError(f"{file} cannot be read: {exc}.", remedy="Name a file with one HOST:PORT a line.") from None
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise UsageError(f"{file} cannot be read: {reason}.", remedy="Name a file with one HOST:PORT a line.") from None
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         word = line.partition("#")[0].strip()

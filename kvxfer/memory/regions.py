@@ -155,7 +155,7 @@ class RegionTable:
             raise MemoryArgumentError(
                 f"{view.nbytes} bytes at {view.address:#x} ({view.kind}) are read-only, and the rights {rights} let "
                 "peers write them.",
-                remedy="Register it for reading only, or pass writeable memory.",
+                remedy="Register it for reading only (rights=kvxfer.Rights.REMOTE_READ), or pass writeable memory.",
                 address=view.address,
                 nbytes=view.nbytes,
                 rights=rights,

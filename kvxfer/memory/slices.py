@@ -155,16 +155,20 @@ def _explain(address: int, nbytes: int, starts: list[int], ends: list[int], regi
         return f"it begins in {label(before)} and ends {beyond} past its end"
     parts = []
     if before >= 0:
-        parts.append(f"the nearest before is {label(before)}{_distance(address - ends[before], 'lower')}")
+        distance = _distance(address - ends[before], "lower", "ends where the row begins")
+        parts.append(f"the nearest before is {label(before)}{distance}")
     if has_after:
         overlap = address + nbytes > starts[after]
         entered = f", which it enters after {format_count(starts[after] - address, 'byte')}" if overlap else ""
-        distance = entered or _distance(starts[after] - address - nbytes, "higher")
+        distance = entered or _distance(starts[after] - address - nbytes, "higher", "begins where the row ends")
         parts.append(f"the nearest after is {label(after)}{distance}")
     return "; ".join(parts)
 
 
-def _distance(nbytes: int, direction: str) -> str:
+def _distance(nbytes: int, direction: str, touch: str) -> str:
+    """Return how far a region is from the row, as a clause; touch: what is to be said where that is 0 bytes."""
+    if not nbytes:
+        return f", which {touch}"
     return f", {format_count(nbytes, 'byte')} {direction}" if nbytes <= FAR_NBYTES else ""
 
 

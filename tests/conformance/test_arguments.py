@@ -201,6 +201,8 @@ def test_blocks_are_told_of_by_the_names_of_their_arguments(stage: Stage) -> Non
         engine.read_blocks(segment, here, [0, 1], "there", [0], block_nbytes=64)
     with pytest.raises(UsageError, match=r"^src_ids is a Region, not a column of block numbers"):
         engine.write_blocks(segment, here, here, "there", [0], block_nbytes=64)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Pass the name that the peer gave it, or what segment\.region returned"):
+        engine.write_blocks(segment, here, [0], here, [0], block_nbytes=64)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_one_engine_under_two_names_is_told_by_line_before_any_is_asked(mesh: Me
 
 
 def test_host_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match=r"none cannot be read: No such file or directory\. Name a file"):
         read_hosts(tmp_path / "none")
 
 

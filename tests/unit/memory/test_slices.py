@@ -266,16 +266,27 @@ def test_tail_row_of_a_cut_request_is_found() -> None:  # B119
 @pytest.mark.parametrize(
     ("address", "nbytes", "words"),
     [
-        (BASE + 5 * MIB, 1, r"nearest before is region 'kv2' .* 0 bytes lower"),
+        (BASE + 5 * MIB, 1, r"nearest before is region 'kv2' .*, which ends where the row begins"),
         (BASE + 5 * MIB - 1, 2, r"begins in region 'kv2' .* ends 1 byte past its end"),
         (BASE + 3 * MIB, 16, rf"before is region 'kv1' .* {MIB} bytes lower; .*after .*'kv2' .* {MIB - 16} bytes h"),
         (BASE + 3 * MIB, 2 * MIB, rf"after is region 'kv2' .*, which it enters after {MIB} bytes"),
         (BASE - 16, 8, r"region: the nearest after is region 'kv0' .* 8 bytes higher"),
+        (BASE - 16, 16, r"region: the nearest after is region 'kv0' .*, which begins where the row ends"),
         (BASE + MIB - 8, 16, rf"spans the adjacent region 'kv0' .* and region 'kv1' .*split it at {BASE + MIB:#x}"),
         (BASE, 3 * MIB, r"spans the adjacent region 'kv0' .* and region 'kv1'"),
         (2**63 - 32, 16, r"nearest before is region 'kv2'"),
     ],
-    ids=["end", "end-1", "gap", "gap into next", "below all", "spans two", "spans into the gap", "top"],
+    ids=[
+        "end",
+        "end-1",
+        "gap",
+        "gap into next",
+        "below all",
+        "touches the first",
+        "spans two",
+        "spans into the gap",
+        "top",
+    ],
 )
 def test_row_outside_names_its_range_and_the_nearest_region(address: int, nbytes: int, words: str) -> None:  # B120
     side = "remote segment 'decode-1'"
