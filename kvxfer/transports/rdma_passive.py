@@ -3,7 +3,7 @@
 It has a receive of zero bytes for each fence that may be on its way, and a completion queue of its own for them, which
 holds as many, so that it cannot overrun. Mostly a fence has come when the frame that names it is read, and one poll
 finds it; only where it has not is the channel of the port armed, which the control loop watches. So nothing is woken
-by a fence alone. What fences mean is decided in `rdma_fences.py`; whose they are knows `rdma_service.py`.
+by a fence alone. What fences mean is decided in `rdma_fences.py`; whose they are, in `rdma_service.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PassiveEnd:
                 refusal = error
         self._drop_completions()
         self.queue_pair = self._create(nic, None, 1)
-        if self.fences:  # it is that which the device refused
+        if self.fences:  # the receives are what the device refused
             self._forgo_fences(nic.name, refusal)
 
     @staticmethod

@@ -24,6 +24,7 @@ LID_MAX = 0xFFFF
 NUMBER_MAX = 1 << 62
 NAME_LENGTH_MAX = 80
 FENCES_MAX = 1 << 20
+"""More than any end has receives: a bound on what a peer may say."""
 STEPS = ("create", "INIT", "RTR", "RTS", "address", "port")
 
 

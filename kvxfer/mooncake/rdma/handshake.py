@@ -44,7 +44,7 @@ PSN = 0
 
 
 def pair_attributes(nic: Nic) -> QueuePairAttributes:
-    """What both ends of such a connection have, as far as it is ours to say."""
+    """Return what both ends of such a connection have, as far as it is ours to say."""
     own = nic.attributes
     return QueuePairAttributes(
         path_mtu=nic.offer().mtu.nbytes,
@@ -66,6 +66,7 @@ def bring_up(
     number: int,
     attributes: QueuePairAttributes,
 ) -> None:
+    """Take a queue pair to RTS, connected to the peer's queue pair of that number. Raises VerbsError."""
     queue_pair.to_init(
         port=nic.port.number, pkey_index=nic.partition.index, access=Access.REMOTE_WRITE | Access.REMOTE_READ
     )
@@ -89,6 +90,7 @@ def bring_up(
 def connection_message(
     *, local: str, peer: str, lid: int, gid: str, numbers: list[int], is_ready: bool
 ) -> dict[str, Any]:
+    """Return the body of a CONNECTION message, or of its answer. local, peer: NIC paths, 'server@device'."""
     return {
         "local_nic_path": local,
         "peer_nic_path": peer,
@@ -102,7 +104,7 @@ def connection_message(
 
 
 def offer_of(device: DeviceDescriptor, nic: Nic) -> PortOffer:
-    """What a Mooncake device would offer: what its descriptor says, the rest as our own port has it."""
+    """Return what a Mooncake device would offer: what its descriptor says, the rest as our own port has it."""
     own = nic.offer()
     gid = parse_gid(device.gid)
     kind = GidType.IB if own.link_layer is LinkLayer.INFINIBAND else GidType.ROCE_V2
@@ -121,6 +123,10 @@ def offer_of(device: DeviceDescriptor, nic: Nic) -> PortOffer:
 
 
 def take_qp_numbers(message: Mapping[str, Any], count: int | None, peer: str) -> list[int]:
+    """Return the peer's queue-pair numbers; count: how many there must be, None for any number.
+
+    Raises PeerRefusedError where they are none that could be, or not so many.
+    """
     numbers = message.get("qp_num")
     if not isinstance(numbers, list):
         numbers = []
@@ -134,6 +140,7 @@ def take_qp_numbers(message: Mapping[str, Any], count: int | None, peer: str) ->
 
 
 def take_text(message: Mapping[str, Any], name: str) -> str:
+    """Return a text of a message, "" where it has none. Raises PeerRefusedError for anything else, or a long one."""
     value = message.get(name, "")
     if not isinstance(value, str) or len(value) > 1024:
         raise PeerRefusedError(f"a CONNECTION message has {name} {str(value)[:80]!r}.")
@@ -141,6 +148,7 @@ def take_text(message: Mapping[str, Any], name: str) -> str:
 
 
 def gid_text(value: bytes) -> str:
+    """Return a GID in Mooncake's form: 16 bytes in hexadecimal, with colons between."""
     return ":".join(f"{byte:02x}" for byte in value)
 
 

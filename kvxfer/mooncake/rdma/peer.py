@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeRdmaPeer"]
 
 GIVE_UP_S = 1.0
+"""How long a batch that is given up waits for the device to give its requests back."""
 
 
 class MooncakeRdmaPeer:
