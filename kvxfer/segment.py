@@ -12,7 +12,7 @@ from typing import Any
 
 from kvxfer.errors import ClosedError, NotRegisteredError, UsageError
 from kvxfer.peer_connection import PeerConnection
-from kvxfer.text import show
+from kvxfer.text import format_count, show
 from kvxfer.types import RegionDescriptor
 
 __all__ = ["Segment"]
@@ -118,4 +118,5 @@ class Segment:
         self._connection.make_void(error, goodbye="segment closed")
 
     def __repr__(self) -> str:
-        return f"<Segment {self.address} over {self.transport or 'nothing yet'}, {len(self.regions)} regions>"
+        regions = format_count(len(self.regions), "region")
+        return f"<Segment {self.address} over {self.transport or 'nothing yet'}, {regions}>"

@@ -205,6 +205,10 @@ def test_blocks_are_told_of_by_the_names_of_their_arguments(stage: Stage) -> Non
         engine.write_blocks(segment, here, [0], here, [0], block_nbytes=64)  # type: ignore[arg-type]
 
 
+def test_a_segment_shows_its_address_transport_and_regions(stage: Stage) -> None:
+    assert repr(stage.segment) == f"<Segment {stage.segment.address} over shm, 1 region>"
+
+
 @pytest.mark.parametrize(
     "timeout_s", ["5", -1, -0.001, math.nan, -math.inf, -(10**400), True], ids=lambda v: str(v)[:9]
 )
