@@ -42,6 +42,8 @@ KERNEL_WINDOW_NBYTES = 16 << 20
 """The same, at most, where the kernel copies: between two windows the GIL may have to be waited for."""
 KERNEL_WINDOWS = 8
 """How many windows a batch is cut into at least, as far as they are not below `WINDOW_NBYTES`: threads share them."""
+MAPPED_ROWS_MAX = 4096
+"""Rows of a window that is copied here: short ones, far apart, take 40 ns each, and the GIL is kept meanwhile."""
 ROWS_MIN = 8
 """Fewer rows than this are not worth the making of a call for many."""
 SORTED_NBYTES = 16 << 10
@@ -57,7 +59,7 @@ class CopyJob(ABC):
     slices: for each row, its place among the slices of the transfer.
     """
 
-    _rows_max: ClassVar[int] = 1 << 30
+    _rows_max: ClassVar[int]
 
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
@@ -105,6 +107,8 @@ class CopyJob(ABC):
 
 class MappedCopy(CopyJob):
     """Both sides are mapped in this process: plain copies, which keep the GIL for a window at a time."""
+
+    _rows_max = MAPPED_ROWS_MAX
 
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn

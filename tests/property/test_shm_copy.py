@@ -80,3 +80,18 @@ def test_another_thread_gets_the_gil_between_windows_only(nbytes: list[int]) -> 
     assert not gives_up_gil(lambda: job.run(SimpleNamespace(stop=None), math.inf))  # type: ignore[arg-type]
     assert job.is_done
     assert destination.all()
+
+
+@pytest.mark.parametrize("nbytes", [[1] * 100_000, [1, 2] * 50_000])
+def test_a_window_of_short_rows_ends_as_soon_as_one_of_long_rows(nbytes: list[int]) -> None:
+    """Who gives up, and every thread that waits for the GIL, waits for a window."""
+    ends = np.cumsum(nbytes)
+    source, destination = np.ones(ends[-1], np.uint8), np.zeros(ends[-1], np.uint8)
+    job = MappedCopy(
+        destination.ctypes.data + ends - nbytes,
+        source.ctypes.data + ends - nbytes,
+        np.array(nbytes),
+        np.arange(len(nbytes)),
+    )
+    job.run(SimpleNamespace(stop=None), 0.0)  # type: ignore[arg-type]
+    assert 0 < job.nbytes_done == destination.sum() < 10_000
