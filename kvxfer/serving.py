@@ -262,15 +262,16 @@ class PeerService:
         rdma = self.transports.get("rdma")
         if rdma is None:
             raise RemoteProtocolError(f"{self._peer_address(session)} names fences; there is no rdma here.")
-        kept = payload if self._held_nbytes + len(payload) <= NBYTES_MAX else None
-        nbytes = 0 if kept is None else len(kept)
+        notify_nbytes = len(payload)  # `take` must not keep a payload that there is no room for
+        kept = payload if self._held_nbytes + notify_nbytes <= NBYTES_MAX else None
+        nbytes = 0 if kept is None else notify_nbytes
 
         def take(is_fenced: bool) -> None:
             self._held_nbytes -= nbytes
             if session.was_reset():
                 return
             if not is_fenced:
-                self._log.warning("rdma.fence_missed", peer=self._peer_address(session), notify_nbytes=len(payload))
+                self._log.warning("rdma.fence_missed", peer=self._peer_address(session), notify_nbytes=notify_nbytes)
             with contextlib.suppress(KvxferError):  # the session ends meanwhile
                 self._take_notice(session, number, kept)
 

@@ -7,6 +7,7 @@ import errno
 import functools
 import struct
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -595,6 +596,25 @@ def test_notifications_that_wait_hold_no_memory_without_bound(held: FakeHosts, m
     assert "did not take the notification" in str(caught[0])
     assert isinstance(caught[0], TransferError)
     assert payloads(pair, 0.02) == []
+
+
+def test_a_notification_that_there_is_no_room_for_is_not_kept_while_it_waits(
+    hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.serving.NBYTES_MAX", 10)
+    pair = open_pair(hosts)
+    ledger = pair.b._service.transports["rdma"].service._ledger
+    key = pair.segment._transfers.endpoints[0]._rails[0].queue.number
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1, 5):
+            session_of(pair).send(FrameKind.NOTIFY_FENCED, frame(number, (key, number), payload=bytes(1 << 20)))
+        until(lambda: [len(one.waiting) for one in ledger._connections.values() if one.waiting] == [4])
+
+        until(lambda: tracemalloc.get_traced_memory()[0] - before < 3 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_fences_that_no_frame_names_cost_their_sender_only(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
