@@ -12,6 +12,7 @@ Addresses are taken on trust, as in `calls.py`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import select
 from typing import Any
 
@@ -73,7 +74,9 @@ class Readable:
         self._reference = ctypes.byref(self._poll_fd)
 
     def __call__(self) -> bool:
-        return bool(_poll(self._reference, 1, 0))
+        while (count := _poll(self._reference, 1, 0)) < 0 and ctypes.get_errno() == errno.EINTR:
+            pass  # a signal of this process, which a poll that does not wait meets as well
+        return bool(count)
 
 
 class ProcessVmRow:
