@@ -86,7 +86,8 @@ class PeerTransfers:
         with self._lock:
             if transfer not in self._running:
                 return
-            self._local_table.release(transfer.used, "local")
+            used, transfer.used = transfer.used, ()  # an interrupted call must not release twice
+            self._local_table.release(used, "local")
             self._running.discard(transfer)
             if not self._revocations:
                 return

@@ -476,6 +476,29 @@ def test_ctrl_c_in_who_opens_is_not_raised_in_who_waits_with_it(monkeypatch: pyt
         assert follower.result in (None, segment)
 
 
+def test_ctrl_c_while_a_batch_ends_leaves_its_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TransferEngine(transports=("tcp",)) as engine, TransferEngine(transports=("tcp",)) as owner:
+        here, there = engine.allocate(4096), owner.allocate(4096)
+        segment = engine.open_segment(owner.address)
+        table = engine._runtime.table
+        release = table.release
+
+        def interrupt_once(*arguments: Any) -> None:
+            monkeypatch.setattr(table, "release", release)
+            release(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(table, "release", interrupt_once)
+        batch = engine.submit_write(segment, here.address, there.address, 4096)
+
+        with pytest.raises(KeyboardInterrupt):
+            batch.wait(5.0)
+
+        assert batch.is_done
+        engine.write(segment, here.address, there.address, 4096, notify=b"next")
+        engine.unregister(here)
+
+
 FORK = """
 import json, os, sys, warnings
 import numpy as np
