@@ -52,6 +52,8 @@ class TransferBatch:
         """Hand the transfer to its endpoint; called once, by the engine."""
         transfer = self._transfer
         with transfer.lock:
+            if transfer.finished:  # its region was taken back, or its deadline has passed, since it began
+                return
             try:
                 self._endpoint.post(transfer)
             except BaseException as exc:

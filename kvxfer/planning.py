@@ -61,9 +61,12 @@ def plan(
         if type(local) is int and type(remote) is int and type(nbytes) is int:
             remote_table = peer.transfers.table
             planned = _plan_row(table, remote_table, opcode, peer, local, remote, nbytes, notify, deadline)
-            if planned is not None and peer.transfers.begin(planned[0], remote_table):
-                return planned
+            if planned is not None:
+                planned[0].endpoint, planned[0].deadline = planned[1], deadline  # as below
+                if peer.transfers.begin(planned[0], remote_table):
+                    return planned
         transfer, endpoint, remote_table = _plan_rows(table, opcode, peer, local, remote, nbytes, notify, deadline)
+        transfer.endpoint, transfer.deadline = endpoint, deadline  # Ctrl-C after it has begun leaves it to the deadline
         if peer.transfers.begin(transfer, remote_table):
             return transfer, endpoint
 

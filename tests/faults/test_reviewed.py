@@ -30,6 +30,7 @@ from kvxfer.errors import (
     PeerClosedError,
     PeerError,
     RegionBusyError,
+    RemoteAccessError,
     ResourceLimitError,
     TransferCancelledError,
     TransferError,
@@ -39,6 +40,7 @@ from kvxfer.handshake.events import CardWanted, Failed, TransportChosen
 from kvxfer.handshake.frames import FrameKind
 from kvxfer.handshake.machine import Role
 from kvxfer.peer_connection import PeerConnection
+from kvxfer.peer_transfers import PeerTransfers
 from kvxfer.session import Session
 from kvxfer.system.calls import Messenger
 from kvxfer.transports.loop import Loop
@@ -497,6 +499,53 @@ def test_ctrl_c_while_a_batch_ends_leaves_its_memory_free(monkeypatch: pytest.Mo
         assert batch.is_done
         engine.write(segment, here.address, there.address, 4096, notify=b"next")
         engine.unregister(here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ctrl_c_between_the_submit_and_its_batch_pins_memory_until_the_deadline_only(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    with TransferEngine(transports=("tcp",)) as engine, TransferEngine(transports=("tcp",)) as owner:
+        here, there = engine.allocate(4096), owner.allocate(4096)
+        segment = engine.open_segment(owner.address)
+        begin = PeerTransfers.begin
+
+        def interrupt(self: PeerTransfers, *arguments: Any) -> bool:
+            assert begin(self, *arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(PeerTransfers, "begin", interrupt)
+        local, remote = (one.address if rows == 1 else [one.address] * rows for one in (here, there))
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit_write(segment, local, remote, 64, timeout_s=0.05)
+        assert here.local_use_count == 1
+
+        wait_until(lambda: here.local_use_count == 0)
+
+        engine.unregister(here)
+
+
+def test_a_batch_whose_region_is_taken_back_while_it_is_submitted_is_never_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with TransferEngine(transports=("tcp",)) as engine, TransferEngine(transports=("tcp",)) as owner:
+        here, there = engine.allocate(4096), owner.allocate(4096)
+        segment = engine.open_segment(owner.address)
+        begin, posted = PeerTransfers.begin, []
+
+        def take_back(self: PeerTransfers, *arguments: Any) -> bool:
+            has_begun = begin(self, *arguments)
+            owner.unregister(there)
+            return has_begun
+
+        monkeypatch.setattr(PeerTransfers, "begin", take_back)
+        monkeypatch.setattr(segment._transfers.endpoints[0], "post", posted.append)
+        batch = engine.submit_write(segment, here.address, there.address, 4096)
+
+        with pytest.raises(RemoteAccessError):
+            batch.wait(5.0)
+        assert not posted
 
 
 FORK = """
