@@ -41,6 +41,8 @@ class FenceChannel:
         self._channel = context.create_comp_channel()
         self._on_fence = on_fence
         self._on_lost = on_lost
+        self.has_failed = False
+        """It tells nothing more: new ends need another channel."""
         self._ends: dict[CompletionQueue, PassiveEnd] = {}
         self._lock = threading.Lock()
         """An event that was read and is not acknowledged keeps its queue from being destroyed, for ever."""
@@ -78,6 +80,7 @@ class FenceChannel:
 
     def failed(self, error: BaseException) -> None:
         """The device is gone; the loop has logged it."""
+        self.has_failed = True
         with self._lock:
             ends = list(self._ends.values())
         for end in ends:

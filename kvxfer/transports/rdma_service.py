@@ -288,7 +288,7 @@ class RdmaService:
         """Return the channel of a port, which is made when the first peer connects to it."""
         with self._lock:
             channel = self._channels.get(nic.name)
-            if channel is None:
+            if channel is None or channel.has_failed:
                 channel = self._channels[nic.name] = FenceChannel(nic.context, self._look, self._lose)
                 self._watch(channel)
             return channel

@@ -20,7 +20,7 @@ from kvxfer import TransferBatch, TransferEngine
 from kvxfer.errors import ClosedError, KvxferError, PeerClosedError, TransferError, TransferTimeoutError
 from kvxfer.handshake.frames import FrameKind
 from kvxfer.transports.rdma_fences import FenceCredits
-from kvxfer.transports.rdma_passive import PassiveEnd
+from kvxfer.transports.rdma_passive import FenceChannel, PassiveEnd
 from kvxfer.transports.rdma_queue import SendQueue
 from kvxfer.transports.rdma_wire import ConnectReply
 from kvxfer.verbs.enums import CompletionStatus, PortState, WorkOpcode
@@ -437,6 +437,50 @@ def test_a_completion_channel_of_the_peer_that_fails(held: FakeHosts, verb: str)
 
     assert not caught
     assert payloads(pair) == [b"there"]
+
+
+def test_a_connection_made_after_the_channel_failed_has_fences_again(
+    held: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    arm, poll = PassiveEnd.arm, PassiveEnd.poll
+
+    def note(name: str, result: Any) -> Any:
+        calls.append(name)
+        return result
+
+    monkeypatch.setattr(PassiveEnd, "arm", lambda end: note("arm", arm(end)))
+    monkeypatch.setattr(PassiveEnd, "poll", lambda end: note("poll", poll(end)))
+    ready, failures = FenceChannel.ready, [OSError(errno.EIO, "it fails once")]
+
+    def fail_once(channel: FenceChannel, events: int, now: float) -> bool:
+        if failures:
+            raise failures.pop()
+        return ready(channel, events, now)
+
+    monkeypatch.setattr(FenceChannel, "ready", fail_once)
+    pair = open_pair(held)
+    _, thread, _ = hold_fence(pair)
+    until(lambda: calls[-2:] == ["arm", "poll"])  # from now on an event alone tells of the fence
+    held.fabric.run()
+    thread.join(2.0)
+    pair.queue_pairs()[0][0].to_error()
+    held.fabric.delivery = "post"
+    until(lambda: bool(pair.write(64) or pair.connected))
+    held.fabric.delivery = "manual"
+    assert payloads(pair) == [b"there"]
+    before = counts(pair)[0]
+    calls.clear()
+
+    _, thread, caught = hold_fence(pair)
+    until(lambda: calls[-2:] == ["arm", "poll"])
+    held.fabric.run()
+    thread.join(2.0)
+
+    assert not thread.is_alive()
+    assert not caught
+    assert payloads(pair) == [b"there"]
+    assert counts(pair)[0] == before + 1
 
 
 def test_rows_that_went_over_a_connection_that_is_gone_have_no_fence(hosts: FakeHosts) -> None:
