@@ -139,7 +139,10 @@ class FakeLibrary(DeviceCalls):
 
     def ibv_get_cq_event(self, channel: Any, cq: Any, cq_context: Any) -> int:
         found = self._find(channel, FakeChannel)
-        self.calls["ibv_get_cq_event"] += 1
+        with self._lock:
+            if error := self._count("ibv_get_cq_event", found.device):
+                ffi.errno = error
+                return -1
         try:
             queue = found.events.get()
         except BlockingIOError as exc:

@@ -20,7 +20,7 @@ from kvxfer import TransferBatch, TransferEngine
 from kvxfer.errors import ClosedError, KvxferError, PeerClosedError, TransferError, TransferTimeoutError
 from kvxfer.handshake.frames import FrameKind
 from kvxfer.transports.rdma_fences import FenceCredits
-from kvxfer.transports.rdma_passive import FenceChannel, PassiveEnd
+from kvxfer.transports.rdma_passive import PassiveEnd
 from kvxfer.transports.rdma_queue import SendQueue
 from kvxfer.transports.rdma_wire import ConnectReply
 from kvxfer.verbs.enums import CompletionStatus, PortState, WorkOpcode
@@ -451,15 +451,8 @@ def test_a_connection_made_after_the_channel_failed_has_fences_again(
 
     monkeypatch.setattr(PassiveEnd, "arm", lambda end: note("arm", arm(end)))
     monkeypatch.setattr(PassiveEnd, "poll", lambda end: note("poll", poll(end)))
-    ready, failures = FenceChannel.ready, [OSError(errno.EIO, "it fails once")]
-
-    def fail_once(channel: FenceChannel, events: int, now: float) -> bool:
-        if failures:
-            raise failures.pop()
-        return ready(channel, events, now)
-
-    monkeypatch.setattr(FenceChannel, "ready", fail_once)
     pair = open_pair(held)
+    pair.libraries[1].fail("ibv_get_cq_event", errno.EIO)
     _, thread, _ = hold_fence(pair)
     until(lambda: calls[-2:] == ["arm", "poll"])  # from now on an event alone tells of the fence
     held.fabric.run()
