@@ -332,7 +332,8 @@ class EngineConfig:
         rows = {row.name: row for row in cls.settings()}
         for name in arguments:
             if name not in rows:
-                near = _closest(name, rows)
+                words = set(name.split("_"))
+                near = ", ".join(row for row in rows if words <= set(row.split("_"))) or _closest(name, rows)
                 hint = f"; did you mean {near}?" if near else "."
                 raise ConfigError(
                     f"there is no setting {name!r}{hint}",

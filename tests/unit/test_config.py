@@ -161,6 +161,15 @@ def test_unknown_argument_gives_the_closest_name() -> None:
         resolve(transfer_timeouts=3)
 
 
+def test_unknown_argument_that_is_a_word_of_names_gives_them_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(timeout=7)
+
+    assert "did you mean " in str(caught.value)
+    for name in ("connect_timeout_s", "transfer_timeout_s", "unregister_timeout_s"):
+        assert name in str(caught.value)
+
+
 def test_unknown_variable_is_reported_once_with_the_closest_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
