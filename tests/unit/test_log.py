@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import timeit
 from collections.abc import Callable
 
 import pytest
@@ -130,27 +129,29 @@ def test_flood_of_one_event_is_a_few_lines_and_a_count(where: str, monkeypatch: 
     assert len(lines) == 7
 
 
-def cost_us(call: Callable[[], None]) -> float:
-    if sys.gettrace() is not None:
-        pytest.skip("a tracer (coverage, a debugger) is measured too")
-    return min(timeit.repeat(call, number=2000, repeat=30)) / 2000 * 1e6
+def count_calls(work: Callable[[], None]) -> int:
+    """Return how many functions in Python `work` calls, itself included."""
+    calls = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return len(calls)
 
 
-def test_filtered_call_costs_under_one_microsecond() -> None:
+@pytest.mark.parametrize("where", ["logging", "structlog"])
+def test_a_filtered_call_does_next_to_nothing(where: str) -> None:
+    """It looks whether anybody listens (0.6 us), and makes no text and no record."""
+    if where == "structlog":
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=True
+        )
     logger = get_logger("kvxfer.test")
-    assert not logging.getLogger("kvxfer.test").isEnabledFor(logging.DEBUG)
 
-    cost = cost_us(lambda: logger.debug("engine.started", address="127.0.0.1:1", port=1))
+    def call() -> None:
+        logger.debug("engine.started", address="127.0.0.1:1", port=1)
 
-    assert cost < 1.0
-
-
-def test_filtered_call_of_cached_structlog_costs_under_one_microsecond() -> None:
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=True
-    )
-    logger = get_logger("kvxfer.test")
-
-    cost = cost_us(lambda: logger.debug("engine.started", address="127.0.0.1:1", port=1))
-
-    assert cost < 1.5  # 0.6 us measured, on top of it conftest's check of the event's name
+    call()
+    assert count_calls(call) <= 10
