@@ -35,7 +35,7 @@ class FakeServe:
     """What `kvxfer serve` does, in a thread."""
 
     def __init__(self, hosts: FakeHosts, name: str, **settings: Any) -> None:
-        self.engine = hosts.engine(name, **{"transports": ("rdma", "tcp"), "connect_timeout_s": 0.2, **settings})
+        self.engine = hosts.engine(name, **{"transports": ("rdma", "tcp"), "connect_timeout_s": 2.0, **settings})
         self.engine.allocate(POOL_NBYTES, name=REGION_NAME)
         self.events: list[dict[str, Any]] = []
         self.agent = MeshAgent(self.engine, self.events.append)
