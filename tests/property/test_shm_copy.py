@@ -66,17 +66,19 @@ def test_every_row_arrives_nothing_else_changes_and_what_is_left_is_known(
     assert job.nbytes_done == sum(nbytes)
 
 
+def copy_in_order(destination: Any, source: Any, nbytes: list[int]) -> MappedCopy:
+    """Return the job that copies rows of these lengths, one behind the other on both sides."""
+    starts = np.cumsum(nbytes) - nbytes
+    return MappedCopy(
+        destination.ctypes.data + starts, source.ctypes.data + starts, np.array(nbytes), np.arange(len(nbytes))
+    )
+
+
 @pytest.mark.parametrize("nbytes", [[4096] * 2048, [64 << 10] * 128, [3 << 20] * 2, list(range(1, 2000))])
 def test_another_thread_gets_the_gil_between_windows_only(nbytes: list[int]) -> None:
     """With another thread that computes, each copy that gave up the GIL would wait for it for a switch interval."""
-    ends = np.cumsum(nbytes)
-    source, destination = np.ones(ends[-1], np.uint8), np.zeros(ends[-1], np.uint8)
-    job = MappedCopy(
-        destination.ctypes.data + ends - nbytes,
-        source.ctypes.data + ends - nbytes,
-        np.array(nbytes),
-        np.arange(len(nbytes)),
-    )
+    source, destination = np.ones(sum(nbytes), np.uint8), np.zeros(sum(nbytes), np.uint8)
+    job = copy_in_order(destination, source, nbytes)
     assert not gives_up_gil(lambda: job.run(SimpleNamespace(stop=None), math.inf))  # type: ignore[arg-type]
     assert job.is_done
     assert destination.all()
@@ -85,13 +87,7 @@ def test_another_thread_gets_the_gil_between_windows_only(nbytes: list[int]) -> 
 @pytest.mark.parametrize("nbytes", [[1] * 100_000, [1, 2] * 50_000])
 def test_a_window_of_short_rows_ends_as_soon_as_one_of_long_rows(nbytes: list[int]) -> None:
     """Who gives up, and every thread that waits for the GIL, waits for a window."""
-    ends = np.cumsum(nbytes)
-    source, destination = np.ones(ends[-1], np.uint8), np.zeros(ends[-1], np.uint8)
-    job = MappedCopy(
-        destination.ctypes.data + ends - nbytes,
-        source.ctypes.data + ends - nbytes,
-        np.array(nbytes),
-        np.arange(len(nbytes)),
-    )
+    source, destination = np.ones(sum(nbytes), np.uint8), np.zeros(sum(nbytes), np.uint8)
+    job = copy_in_order(destination, source, nbytes)
     job.run(SimpleNamespace(stop=None), 0.0)  # type: ignore[arg-type]
     assert 0 < job.nbytes_done == destination.sum() < 10_000

@@ -6,8 +6,6 @@ import errno
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from kvxfer.errors import ClosedError, KvxferError, PeerUnreachableError, Transp
 from kvxfer.transports.rdma import RdmaTransport
 from kvxfer.transports.rdma_worked import what_worked
 from kvxfer.verbs.enums import EventType, GidType, LinkLayer, Mtu, PortState, QueuePairState
-from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
+from tests.support.fake_engines import FakeHosts, Pair
 from tests.support.fake_verbs import (
     GIB,
     FakeGid,
@@ -34,12 +32,6 @@ from tests.support.fake_verbs import (
 
 RTR, RTS = QueuePairState.RTR, QueuePairState.RTS
 A, B = "10.10.0.1", "10.10.0.2"
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
-    with fake_hosts(tmp_path) as made:
-        yield made
 
 
 def check_connected(pair: Pair) -> None:

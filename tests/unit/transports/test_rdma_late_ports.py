@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from structlog.testing import capture_logs
 from kvxfer import TransferEngine
 from kvxfer.errors import TransportUnavailableError
 from kvxfer.verbs.enums import EventType, PortState
-from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
+from tests.support.fake_engines import FakeHosts, Pair
 from tests.support.fake_sysfs import write_sysfs
 from tests.support.fake_verbs import FakeFabric, FakeLibrary, FakeNic, FakePort, erdma, gid
 from tests.support.peer import wait_until
@@ -23,12 +22,6 @@ from tests.support.peer import wait_until
 NBYTES = 4 << 20
 
 until = functools.partial(wait_until, timeout_s=5.0)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
-    with fake_hosts(tmp_path) as made:
-        yield made
 
 
 def rails(host: int, *, down: int | None = None) -> list[FakeNic]:

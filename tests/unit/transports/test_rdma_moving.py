@@ -6,7 +6,6 @@ import errno
 import functools
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +37,9 @@ A, B = "10.10.0.1", "10.10.0.2"
 Status = CompletionStatus
 SHORT_S = 0.05
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 until = functools.partial(wait_until, timeout_s=2.0)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rail that broke rests for 10 ms, 20, 40."""
-    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.01)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
-    with fake_hosts(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> Iterator[FakeHosts]:
-    """Nothing moves but by `step`, `deliver`, `complete` and `run` of the fabric."""
-    with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
-        yield made
-        made.fabric.delivery = "post"
 
 
 def open_pair(hosts: FakeHosts, *, here: FakeNic | None = None, there: FakeNic | None = None, **options: Any) -> Pair:

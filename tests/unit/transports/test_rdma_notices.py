@@ -8,8 +8,6 @@ import functools
 import struct
 import threading
 import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,35 +22,17 @@ from kvxfer.transports.rdma_passive import PassiveEnd
 from kvxfer.transports.rdma_queue import SendQueue
 from kvxfer.transports.rdma_wire import ConnectReply
 from kvxfer.verbs.enums import CompletionStatus, PortState, WorkOpcode
-from tests.support.fake_engines import FakeHosts, Pair, fake_hosts
-from tests.support.fake_verbs import FakeFabric, connectx
+from tests.support.fake_engines import FakeHosts, Pair
+from tests.support.fake_verbs import connectx
 from tests.support.peer import wait_until
 
 Status = CompletionStatus
 FENCE = WorkOpcode.RDMA_WRITE_WITH_IMM
 LARGE_NBYTES = 4 << 20
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 until = functools.partial(wait_until, timeout_s=2.0)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rail that broke rests for 10 ms, 20, 40."""
-    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.01)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
-    with fake_hosts(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> Iterator[FakeHosts]:
-    """Nothing moves but by `step` and `run` of the fabric."""
-    with fake_hosts(tmp_path, FakeFabric(delivery="manual")) as made:
-        yield made
-        made.fabric.delivery = "post"
 
 
 def open_pair(hosts: FakeHosts, *, rails: int = 1, **options: Any) -> Pair:

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,19 +33,9 @@ from tests.support.peer import wait_until
 Status = CompletionStatus
 LARGE_NBYTES = 4 << 20
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 until = functools.partial(wait_until, timeout_s=2.0)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rail that broke rests for 10 ms, 20, 40."""
-    monkeypatch.setattr("kvxfer.transports.rdma_rail.PAUSE_S", 0.01)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
-    with fake_hosts(tmp_path) as made:
-        yield made
 
 
 def rails(count: int, host: int, *, kind: Callable[..., FakeNic] = erdma, prefix: str = "mlx_") -> list[FakeNic]:
