@@ -51,6 +51,8 @@ SORTED_NBYTES = 16 << 10
 TOKEN_FRESH_S = 1e-3
 PARALLEL_NBYTES = 2 << 20
 """Below this waking a second thread (15 us, at times 200) costs more than it brings."""
+_Columns = tuple[AddressColumn, AddressColumn, AddressColumn, AddressColumn]
+"""destination, source, nbytes, slices"""
 
 
 class CopyJob(ABC):
@@ -65,6 +67,9 @@ class CopyJob(ABC):
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
     ) -> None:
         least, greatest = bounds(nbytes)
+        destination, source, nbytes, slices = self._arrange(
+            (destination, source, nbytes, slices), is_uniform=least == greatest
+        )
         self._nbytes_total = greatest * len(nbytes) if least == greatest else int(nbytes.sum())
         window_nbytes = self._window_nbytes()
         if greatest > window_nbytes:
@@ -78,6 +83,10 @@ class CopyJob(ABC):
         """What is still to be copied, last first: (first piece, one past the last, bytes). list.pop is atomic, so
         several threads may take from it."""
         self._done: list[tuple[int, int, int]] = []
+
+    def _arrange(self, columns: _Columns, *, is_uniform: bool) -> _Columns:
+        """Return the columns in the order in which they are copied. is_uniform: all rows have one length."""
+        return columns
 
     def _window_nbytes(self) -> int:
         """How much is copied between two looks at the clock, at most; no piece of a row is longer."""
@@ -113,21 +122,21 @@ class MappedCopy(CopyJob):
     def __init__(
         self, destination: AddressColumn, source: AddressColumn, nbytes: AddressColumn, slices: AddressColumn
     ) -> None:
-        self._copy: RowCopy | None = None
-        if len(nbytes) >= ROWS_MIN:
-            # Rows of one length together: they can be one call. Short ones by address: neighbours share pages.
-            least, greatest = bounds(nbytes)
-            if least != greatest:
-                order = np.argsort(nbytes, kind="stable")
-                destination, source, nbytes, slices = (
-                    column[order] for column in (destination, source, nbytes, slices)
-                )
-            elif greatest < SORTED_NBYTES:
-                order = np.argsort(source)
-                destination, source, slices = destination[order], source[order], slices[order]
         super().__init__(destination, source, nbytes, slices)
-        if len(self._nbytes) >= ROWS_MIN:
-            self._copy = RowCopy(self._destination, self._source)
+        self._copy = RowCopy(self._destination, self._source) if len(self._nbytes) >= ROWS_MIN else None
+
+    def _arrange(self, columns: _Columns, *, is_uniform: bool) -> _Columns:
+        """Rows of one length together: they can be one call. Short ones by address: neighbours share pages."""
+        destination, source, nbytes, slices = columns
+        if len(nbytes) < ROWS_MIN:
+            return columns
+        if not is_uniform:
+            order = np.argsort(nbytes, kind="stable")
+            return destination[order], source[order], nbytes[order], slices[order]
+        if int(nbytes[0]) < SORTED_NBYTES:
+            order = np.argsort(source)
+            return destination[order], source[order], nbytes, slices[order]
+        return columns
 
     def run(self, transfer: Transfer, until: float) -> None:
         while self._windows:
@@ -345,7 +354,7 @@ def _cut_pieces(
     nbytes: AddressColumn,
     slices: AddressColumn,
     window_nbytes: int,
-) -> tuple[AddressColumn, AddressColumn, AddressColumn, AddressColumn]:
+) -> _Columns:
     """Cut rows longer than a window, so that no copy is longer than one."""
     counts = -(-nbytes // window_nbytes)
     row = np.repeat(np.arange(len(nbytes)), counts)
